@@ -75,30 +75,24 @@ def test_the_gap_over_turns_with_images_is_that_of_text(rolled):
     batch = BatchConfig(prompts=3, group_size=4, row_length=512, micro_batch_rows=2)
     mesh = sharding.make_mesh()
     role = models.role(model, lambda tree: tree)
-    with jax.set_mesh(mesh):
+    log_probs = jax.jit(lambda rows: token_log_probs(role, params, rows).log_probs)
+
+    def exact(rollout):
         experience = pack_experience(batch, rollout, mesh, images=tokenizer.images)
-        packed = packing.over_micro_batches(
-            lambda rows: token_log_probs(role, params, rows).log_probs,
-            experience.layout.rows(experience.data.tokens),
-        )
-        exact = np.asarray(experience.layout.unpack(packed))
+        rows = experience.layout.rows(experience.data.tokens)
+        packed = packing.over_micro_batches(log_probs, rows)
+        return np.asarray(experience.layout.unpack(packed)), np.asarray(experience.layout.images)
+
     mask = rollout.action_mask
-    assert np.abs(rollout.log_probs - exact)[mask].max() <= 1e-4
+    with jax.set_mesh(mesh):
+        of_trainer, stored = exact(rollout)
+        of_others, _ = exact(replace(rollout, images=np.asarray(rollout.images)[:, ::-1]))
+    assert np.abs(rollout.log_probs - of_trainer)[mask].max() <= 1e-4
+    assert np.abs(of_others - of_trainer)[mask].max() > 1e-2
     # Each group's first image stands once in a micro-batch, and so do equal cells.
     pieces = np.asarray(rollout.images).reshape(3, -1, 3 * 32 * 32)
     distinct = sum(len({piece.tobytes() for piece in group}) for group in pieces)
-    stored = np.asarray(experience.layout.images)
     assert stored.reshape(-1, 3 * 32 * 32).any(1).sum() <= distinct < 36
-    # Without the images of turns the log-probs are others.
-    with jax.set_mesh(mesh):
-        blank = replace(rollout, images=np.zeros_like(rollout.images))
-        experience = pack_experience(batch, blank, mesh, images=tokenizer.images)
-        packed = packing.over_micro_batches(
-            lambda rows: token_log_probs(role, params, rows).log_probs,
-            experience.layout.rows(experience.data.tokens),
-        )
-        other = np.asarray(experience.layout.unpack(packed))
-    assert np.abs(other - exact)[mask].max() > 1e-2
 
 
 def test_records_have_the_images_and_rewards_read_texts(rolled):

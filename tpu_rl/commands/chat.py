@@ -7,6 +7,7 @@ answers every message, in a conversation of its own. Lines that begin with a sla
 
     /reset              forget the conversation
     /system TEXT        begin anew, with this system message; without TEXT, with none
+    /image PATH         show a picture with the next message
     /temperature T      sample at T from now on; 0 takes the likeliest tokens
     /quit               leave, as the end of input and Ctrl-C do
 
@@ -17,30 +18,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import queue
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from tpu_rl import run_files
 from tpu_rl.commands import model_app, saved_run
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.config import is_temperature
 from tpu_rl.serving.app import Account, App
-from tpu_rl.serving.protocol import ApiError, ChatRequest, Options
+from tpu_rl.serving.protocol import ApiError, ChatRequest, Images, Options
 from tpu_rl.serving.pump import Distribution
 from tpu_rl.serving.replies import Piece, Reply
 from tpu_rl.tokenizers import TokenizerConfig
+from tpu_rl.tokenizers.images import MARK, MAX_BYTES
 
 STEPS_PER_SEGMENT = 4
 """Tokens that appear at once."""
-COMMANDS = ("/reset", "/system", "/temperature", "/quit")
+COMMANDS = ("/reset", "/system", "/image", "/temperature", "/quit")
 
 
 @dataclass(frozen=True)
@@ -104,22 +108,30 @@ class Speaker:
         self._loop = loop
         self._system: list[dict[str, Any]] = []
         self._messages: list[dict[str, Any]] = []
+        self._images: Images = {}
 
     def reset(self, system: str | None) -> None:
         """Begin a new conversation."""
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages = []
+        self._images = {}
 
-    def answer(self, text: str, options: Options) -> Generator[str]:
+    def answer(self, text: str, options: Options, images: Sequence[bytes] = ()) -> Generator[str]:
         """Yield the answer to a message, in pieces. The device's work is done in this thread.
+
+        Images, which are files, stand before its text.
 
         An answer that fails or is left leaves the conversation as it was.
 
         Raises:
             TpuRlError, ApiError: if the message cannot be answered.
         """
-        messages = [*self._messages, {"role": "user", "content": text}]
-        request = ChatRequest([*self._system, *messages], None, options)
+        known = self._images | {hashlib.sha256(image).hexdigest(): image for image in images}
+        message: dict[str, Any] = {"role": "user", "content": MARK * len(images) + text}
+        if images:
+            message["images"] = [hashlib.sha256(image).hexdigest() for image in images]
+        messages = [*self._messages, message]
+        request = ChatRequest([*self._system, *messages], None, options, known)
         pieces: queue.SimpleQueue[str] = queue.SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(self._collect(request, pieces), self._loop)
         try:
@@ -131,6 +143,7 @@ class Speaker:
         finally:
             future.cancel()
         self._messages = [*messages, future.result().message]
+        self._images = known
 
     async def _collect(self, request: ChatRequest, pieces: queue.SimpleQueue[str]) -> Reply:
         items = self._app.reply(self._account, request)
@@ -191,6 +204,7 @@ def converse(speakers: list[Speaker], flags: Flags) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (lines can be edited)
         print(f"{', '.join(COMMANDS)} are commands; Ctrl-D or Ctrl-C leaves", file=sys.stderr)
+    images: list[bytes] = []
     while True:
         try:
             line = input("> " if is_terminal else "").strip()
@@ -207,11 +221,14 @@ def converse(speakers: list[Speaker], flags: Flags) -> None:
                 one.reset(value.strip() if command == "/system" else flags.system)
         elif command == "/temperature":
             options = with_temperature(options, value)
+        elif command == "/image":
+            images += read_image(value.strip())
         elif command.startswith("/"):
             print(f"{command} is none of {', '.join(COMMANDS)}", file=sys.stderr)
         else:
             for one in speakers:
-                say(one, line, options, is_alone=len(speakers) == 1)
+                say(one, line, options, images, is_alone=len(speakers) == 1)
+            images = []
 
 
 def with_temperature(options: Options, value: str) -> Options:
@@ -226,11 +243,23 @@ def with_temperature(options: Options, value: str) -> Options:
     return options
 
 
-def say(speaker: Speaker, line: str, options: Options, is_alone: bool) -> None:
+def read_image(path: str) -> list[bytes]:
+    """Return the file of an image for the next message; [] if it cannot be read."""
+    try:
+        with run_files.open_regular(Path(path).expanduser()) as file:
+            return [file.read(MAX_BYTES)]
+    except (OSError, ValueError) as error:
+        print(f"{path} cannot be read: {error}", file=sys.stderr)
+        return []
+
+
+def say(
+    speaker: Speaker, line: str, options: Options, images: Sequence[bytes], is_alone: bool
+) -> None:
     """Print the answer of a model to a message."""
     if not is_alone:
         print(f"[{speaker.name}] ", end="", flush=True)
-    with contextlib.closing(speaker.answer(line, options)) as pieces:
+    with contextlib.closing(speaker.answer(line, options, images)) as pieces:
         try:
             for piece in pieces:
                 print(piece, end="", flush=True)

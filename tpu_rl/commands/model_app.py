@@ -18,12 +18,17 @@ from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.rollout import image_prompts
+from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, SegmentConfig, text_scorer
 from tpu_rl.sampler.conversation_sampler import STEPS_PER_SEGMENT
 from tpu_rl.serving.app import Account, App, Limits
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params
+
+MOST_IMAGES = 256
+"""Images that a server keeps. A conversation sends its own with each request."""
 
 
 class Sizes(NamedTuple):
@@ -64,8 +69,10 @@ def make(
     language.model.config.require_length(length, "--max-model-len")
     mesh = compose.make_mesh(MeshConfig())
     score = text_scorer(models.role(language.model, lambda tree: tree), mesh)
+    features = image_prompts.of_model(language.model)
+    images = features and ImageTable(language.tokenizer, features, MOST_IMAGES)
     return App(
-        Pump(sampler_factory(language, params, sizes)),
+        Pump(sampler_factory(language, params, sizes, images)),
         language.tokenizer,
         name,
         Limits(length, length, language.model.config.vocab.size),
@@ -73,11 +80,12 @@ def make(
         find_account,
         is_open=is_open,
         score=functools.partial(score, params),
+        images=images,
     )
 
 
 def sampler_factory(
-    language: roles.Language, params: Params, sizes: Sizes
+    language: roles.Language, params: Params, sizes: Sizes, images: ImageTable | None = None
 ) -> Callable[[Distribution], ConversationSampler]:
     """Return a function that makes the sampler of a distribution."""
     mesh = compose.make_mesh(MeshConfig())
@@ -109,6 +117,7 @@ def sampler_factory(
                 prompt_length=min(64, length),
                 mesh=mesh,
                 whole_images=tokenizer.images and tokenizer.images.whole_images,
+                read_images=images and images.read,
             )
 
     return make

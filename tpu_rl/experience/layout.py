@@ -92,7 +92,8 @@ def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[
         listed = of_micro_batch.setdefault(int(place[row]), [])
         features = tokens[row, of_images] - reader.first_id
         # What follows each other is encoded together: an image, or some of them.
-        starts = np.flatnonzero(np.diff(features, prepend=-2) != 1)
+        follows = np.diff(np.flatnonzero(of_images), prepend=-2) == 1
+        starts = np.flatnonzero(~follows | (np.diff(features, prepend=-2) != 1))
         for run in np.split(features, starts[1:]):
             first = int(run[0]) // per_piece
             shown = pieces[row, first : int(run[-1]) // per_piece + 1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -162,6 +162,11 @@ class ImageTable:
                 fix="let the prompt or the observation end with a text, such as a line end",
             )
         return placed
+
+    def keep(self, sources: Iterable[Any]) -> None:
+        """Keep images that earlier texts show. Raises InputError if one cannot be read."""
+        for source in sources:
+            self._ids_of(source)
 
     def _ids_of(self, source: Any) -> list[int]:
         known = self._known.get(id(source))

@@ -28,7 +28,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl.errors import TpuRlError
+from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.prompts import stop_at
 from tpu_rl.sampler import Score, Scores, Turn, TurnRequest
 from tpu_rl.serving import chat, chat_completions, completions, messages, protocol, responses
@@ -229,6 +230,8 @@ class App:
     in a browser reaches the server by a name of its own."""
     score: Score | None = None
     """Computes log-probs of texts, in the thread that owns the devices."""
+    images: ImageTable | None = None
+    """Reads images. None: requests have texts only."""
 
     def __post_init__(self):
         self._created = int(time.time())
@@ -343,6 +346,8 @@ class App:
             if isinstance(prompt, str):
                 encode = functools.partial(self.tokenizer.encode, prompt)
                 prompt = [*self.tokenizer.prefix_ids, *await self._encoded(len(prompt), encode)]
+            # Ids of images mean something to the server alone.
+            self._check_ids(prompt)
             prompts.append(prompt)
         return prompts
 
@@ -350,7 +355,9 @@ class App:
         now = int(time.time())
         return Envelope(next(self._ids), now, self.model, options, self.tokenizer)
 
-    async def _encoded(self, characters: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def _encoded(
+        self, characters: int, encode: Callable[[], list[int]], is_slow: bool = False
+    ) -> list[int]:
         """Return the ids of a text with this number of characters.
 
         Raises:
@@ -364,7 +371,7 @@ class App:
                 f"{self.limits.max_model_len} tokens",
                 code="context_length_exceeded",
             )
-        if characters < LONG_TEXT:
+        if characters < LONG_TEXT and not is_slow:
             return encode()
         return await asyncio.to_thread(encode)
 
@@ -373,8 +380,20 @@ class App:
     async def _prompt_of(self, account: Account, request: ChatRequest) -> list[int]:
         """Return the ids of a conversation."""
         texts = conversations.strings([request.messages, request.tools or []], roles=True)
-        encode = functools.partial(account.history.encode, request.messages, request.tools)
-        return await self._encoded(sum(map(len, texts)), encode)
+        table = self.images
+        if request.images and table is None:
+            raise ApiError(400, "the request has images, and texts only are read here")
+
+        def place(ids: list[int], messages: Sequence[dict[str, Any]]) -> list[int]:
+            names = [name for message in messages for name in message.get("images", ())]
+            return ids if table is None else table.place(ids, [request.images[n] for n in names])
+
+        def encode() -> list[int]:
+            if table is not None:
+                table.keep(request.images.values())
+            return account.history.encode(request.messages, request.tools, place)
+
+        return await self._encoded(sum(map(len, texts)), encode, bool(request.images))
 
     async def reply(self, account: Account, request: ChatRequest) -> AsyncGenerator[Item]:
         """Answer a conversation, and note the exchange in the account."""
@@ -479,6 +498,11 @@ class App:
                 f"conversations have at most {self.limits.max_model_len}",
                 code="context_length_exceeded",
             )
+        reader = self.tokenizer.images
+        first_id = None if self.images is None or reader is None else reader.first_id
+        self._check_ids([i for i in prompt if first_id is None or i < first_id])
+
+    def _check_ids(self, prompt: list[int]) -> None:
         sizes = (self.tokenizer.vocab_size, self.limits.vocab_size)
         vocab_size = min(size for size in sizes if size is not None)
         unknown = [i for i in prompt if not 0 <= i < vocab_size]

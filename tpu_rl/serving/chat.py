@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tpu_rl.errors import InputError
@@ -19,6 +19,8 @@ from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.tool_calls import ToolCall
 
 Message = dict[str, Any]
+Place = Callable[[list[int], Sequence[Message]], list[int]]
+"""(ids of messages, the messages) -> the ids with those of the messages' images."""
 
 
 class _Exchange(NamedTuple):
@@ -38,8 +40,15 @@ class History:
         self._most = most
         self._exchanges: list[_Exchange] = []
 
-    def encode(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+    def encode(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        place: Place = lambda ids, messages: ids,
+    ) -> list[int]:
         """Return the ids that the assistant's next message continues.
+
+        `place` puts the ids of images in their places.
 
         Raises:
             InputError: if the messages cannot be rendered.
@@ -59,10 +68,11 @@ class History:
             if all(message["role"] in ("user", "tool") for message in added):
                 is_ended = exchange.ids[-1] in self._tokenizer.eos_ids
                 with contextlib.suppress(InputError):  # The template rewrites earlier turns.
-                    return exchange.ids + self._tokenizer.encode_observation(added, is_ended)
+                    new = self._tokenizer.encode_observation(_texts(added), is_ended)
+                    return exchange.ids + place(new, added)
         # Some templates fail for a message without content.
-        filled = [{"content": "", **message} for message in messages]
-        return self._tokenizer.render(filled, tools=tools)
+        filled = [{"content": "", **message} for message in _texts(messages)]
+        return place(self._tokenizer.render(filled, tools=tools), messages)
 
     def last_messages(self) -> list[Message]:
         """Return the messages of the last exchange, with its answer; none before the first."""
@@ -79,6 +89,13 @@ class History:
         self._exchanges.append(_Exchange([*messages, answer], tools, ids))
         if self._most is not None:
             del self._exchanges[: -self._most]
+
+
+def _texts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without the names of their images, as templates read them."""
+    return [
+        {key: value for key, value in message.items() if key != "images"} for message in messages
+    ]
 
 
 def as_message(

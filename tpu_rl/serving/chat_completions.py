@@ -14,8 +14,9 @@ from tpu_rl.tokenizers import Tokenizer
 def parse(body: Any) -> ChatRequest:
     """Return the request of a body."""
     fields = Fields(body)
+    images: protocol.Images = {}
     messages = [
-        _message(message, f"messages[{index}]")
+        _message(message, f"messages[{index}]", images)
         for index, message in enumerate(fields.require("messages", list))
     ]
     if not messages:
@@ -26,10 +27,10 @@ def parse(body: Any) -> ChatRequest:
     fields.only("response_format", {"type": "text"})
     fields.only("top_logprobs", 0)
     options = protocol.options(fields)
-    return ChatRequest(messages, (tools or None) if choice != "none" else None, options)
+    return ChatRequest(messages, (tools or None) if choice != "none" else None, options, images)
 
 
-def _message(value: Any, place: str) -> dict[str, Any]:
+def _message(value: Any, place: str, images: protocol.Images) -> dict[str, Any]:
     """Return a message in the form in which messages are compared and rendered."""
     fields = Fields(value, place)
     message: dict[str, Any] = {"role": fields.require("role", str)}
@@ -38,7 +39,7 @@ def _message(value: Any, place: str) -> dict[str, Any]:
     if content is None and not calls:
         raise ApiError(400, f"{place}.content is missing", f"{place}.content")
     if content is not None:
-        message["content"] = protocol.text_of(content, ("text",), f"{place}.content")
+        message |= protocol.content_of(content, ("text",), f"{place}.content", images)
     if calls:
         message["tool_calls"] = [_call(call, f"{place}.tool_calls") for call in calls]
     for name in ("name", "tool_call_id"):

@@ -56,6 +56,7 @@ def parse_count(body: Any) -> ChatRequest:
 def _conversation(fields: Fields) -> ChatRequest:
     """Return the messages and the tools."""
     messages: list[dict[str, Any]] = []
+    images: protocol.Images = {}
     system = fields.take("system", (str, list))
     if system:
         messages.append({"role": "system", "content": _text(system, "system")})
@@ -63,7 +64,7 @@ def _conversation(fields: Fields) -> ChatRequest:
     if not values:
         raise ApiError(400, "messages is empty", "messages")
     for index, value in enumerate(values):
-        messages += _message(value, f"messages[{index}]")
+        messages += _message(value, f"messages[{index}]", images)
     if messages[-1]["role"] == "assistant":
         raise ApiError(400, "the last message is the assistant's, and is not continued here")
     tools = [
@@ -77,7 +78,7 @@ def _conversation(fields: Fields) -> ChatRequest:
     fields.only("thinking", {"type": "disabled"})
     fields.ignore("cache_control")
     shown = (tools or None) if kind != "none" else None
-    return ChatRequest(messages, shown, protocol.Options())
+    return ChatRequest(messages, shown, protocol.Options(), images)
 
 
 def _tool(value: Any, place: str) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _text(content: str | list[Any], place: str) -> str:
     return protocol.text_of(content, ("text",), place)
 
 
-def _message(value: Any, place: str) -> list[dict[str, Any]]:
+def _message(value: Any, place: str, images: protocol.Images) -> list[dict[str, Any]]:
     """Return the messages of one: each result of a tool is one of its own."""
     fields = Fields(value, place)
     role = fields.require("role", str)
@@ -111,7 +112,7 @@ def _message(value: Any, place: str) -> list[dict[str, Any]]:
     for block in content:
         kind = Fields(block, place).require("type", str)
         if kind == "tool_result" and role == "user":
-            messages.append(_result(block, place))
+            messages.append(_result(block, place, images))
             continue
         # Texts and calls that follow each other are one message.
         if not messages or messages[-1]["role"] != role:
@@ -119,20 +120,24 @@ def _message(value: Any, place: str) -> list[dict[str, Any]]:
         if kind == "tool_use" and role == "assistant":
             messages[-1].setdefault("tool_calls", []).append(_call(block, place))
         else:
-            before = messages[-1].get("content", "")
-            messages[-1]["content"] = before + _text([block], place)
+            last = messages[-1]
+            added = protocol.content_of([block], ("text",), place, images)
+            last["content"] = last.get("content", "") + added["content"]
+            if "images" in added:
+                last["images"] = [*last.get("images", []), *added["images"]]
     return messages
 
 
-def _result(block: Any, place: str) -> dict[str, Any]:
+def _result(block: Any, place: str, images: protocol.Images) -> dict[str, Any]:
     fields = Fields(block, place)
     fields.ignore("type", "cache_control")
-    text = _text(fields.take("content", (str, list)) or "", place)
+    given = fields.take("content", (str, list)) or ""
+    content = protocol.content_of(given, ("text",), place, images)
     if fields.take("is_error", bool):
-        text = f"Error: {text}"
+        content["content"] = f"Error: {content['content']}"
     call_id = fields.require("tool_use_id", str)
     fields.finish()
-    return {"role": "tool", "content": text, "tool_call_id": call_id}
+    return {"role": "tool", **content, "tool_call_id": call_id}
 
 
 def _call(block: Any, place: str) -> dict[str, Any]:

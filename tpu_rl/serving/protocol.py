@@ -6,19 +6,25 @@ believes in.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_rl.sampler.config import is_temperature
 from tpu_rl.serving.pump import Distribution
+from tpu_rl.tokenizers.images import MARK
 
 MAX_STOPS = 16
 MAX_TEXT = 300
 """Characters of a value that error messages repeat."""
 MAX_DEPTH = 64
 """The deepest nesting of a body, and of arguments in it."""
+MAX_IMAGES = 32
+"""Images of a request."""
 MAX_TOP_K = 2**30
 MIN_SHARE = 1e-30
 """The smallest top_p and min_p that float32 tells from 0."""
@@ -70,13 +76,19 @@ class Options:
         return default._replace(**changes)
 
 
+Images = dict[str, bytes]
+"""Name of an image, which is a hash -> its file."""
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """A conversation to be continued by the assistant's next message."""
 
     messages: list[dict[str, Any]]
+    """A message with images names them in `images`, and marks stand for them in its content."""
     tools: list[dict[str, Any]] | None
     options: Options
+    images: Images = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -266,16 +278,91 @@ def text_of(value: str | list[Any], kinds: Collection[str], place: str) -> str:
     Raises:
         ApiError: for other parts, as pictures.
     """
+    content = content_of(value, kinds, place, None)
+    return content["content"]
+
+
+def content_of(
+    value: str | list[Any], kinds: Collection[str], place: str, images: Images | None
+) -> dict[str, Any]:
+    """Return the keys `content`, and `images` if there are any, of a message.
+
+    Args:
+        value: a text, or a list of parts.
+        kinds: the types of parts that are texts.
+        place: what errors name.
+        images: gets the files of images; None if the content has no place for them.
+
+    Raises:
+        ApiError: for other parts, and for images that are not here.
+    """
     if isinstance(value, str):
-        return value
+        return {"content": value}
     texts = []
+    names = []
     for part in value:
         fields = Fields(part, place)
-        if fields.require("type", str) not in kinds:
+        kind = fields.require("type", str)
+        if kind in IMAGE_PARTS and images is not None:
+            content = _image(fields, kind, place)
+            names.append(hashlib.sha256(content).hexdigest())
+            images[names[-1]] = content
+            texts.append(MARK)
+            if len(images) > MAX_IMAGES:
+                raise ApiError(400, f"the request has more than {MAX_IMAGES} images", place)
+            continue
+        if kind not in kinds:
             raise ApiError(400, f"{place} has a part that is no text", place)
         texts.append(fields.require("text", str))
         # What answers have beside the text, and marks for caches.
         fields.ignore("annotations", "logprobs", "cache_control")
         fields.only("citations", [])
         fields.finish()
-    return "".join(texts)
+    return {"content": "".join(texts)} | ({"images": names} if names else {})
+
+
+IMAGE_PARTS = ("image_url", "input_image", "image")
+"""Types of parts that are images: of chat completions, of Responses and of Anthropic."""
+
+
+def _image(fields: Fields, kind: str, place: str) -> bytes:
+    """Return the file of an image, which must stand in the request itself.
+
+    Nothing is fetched, and no file of the server's machine is read.
+    """
+    if kind == "image":
+        source = Fields(fields.require("source", dict), f"{place}.source")
+        form = source.require("type", str)
+        if form != "base64":
+            raise _no_fetch(place)
+        source.ignore("media_type")
+        encoded = source.require("data", str)
+        source.finish()
+    else:
+        url = fields.require("image_url", (str, dict))
+        if isinstance(url, dict):
+            inner = Fields(url, f"{place}.image_url")
+            url = inner.require("url", str)
+            inner.ignore("detail")
+            inner.finish()
+        if not url.startswith("data:"):
+            raise _no_fetch(place)
+        _, found, encoded = url.partition(";base64,")
+        if not found:
+            raise ApiError(400, f"{place} has a data URL that is not base64", place)
+    fields.ignore("detail", "cache_control")
+    fields.only("file_id", None)
+    fields.finish()
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise ApiError(400, f"{place} has an image that is not base64", place) from None
+
+
+def _no_fetch(place: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{place} has an image elsewhere, and nothing is fetched: send it in the request, as a "
+        "data URL (data:image/png;base64,...) or as base64",
+        place,
+    )

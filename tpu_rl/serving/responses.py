@@ -19,7 +19,8 @@ LOG_PROBS = "message.output_text.logprobs"
 def parse(body: Any) -> ChatRequest:
     """Return the request of a body."""
     fields = Fields(body)
-    messages = _messages(fields.require("input", (str, list)))
+    images: protocol.Images = {}
+    messages = _messages(fields.require("input", (str, list)), images)
     if not messages:
         raise ApiError(400, "input is empty", "input")
     instructions = fields.take("instructions", str)
@@ -48,7 +49,7 @@ def parse(body: Any) -> ChatRequest:
     most = fields.take("max_output_tokens", int, lambda n: n >= 1)
     options = protocol.options(fields, logprobs=LOG_PROBS in include)
     options = replace(options, max_tokens=options.max_tokens if most is None else most)
-    return ChatRequest(messages, (tools or None) if choice != "none" else None, options)
+    return ChatRequest(messages, (tools or None) if choice != "none" else None, options, images)
 
 
 def _tool(value: Any, place: str) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _tool(value: Any, place: str) -> dict[str, Any]:
     return schema
 
 
-def _messages(value: str | list[Any]) -> list[dict[str, Any]]:
+def _messages(value: str | list[Any], images: protocol.Images) -> list[dict[str, Any]]:
     """Return the messages of an input. Calls belong to the assistant's message before them."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -75,10 +76,11 @@ def _messages(value: str | list[Any]) -> list[dict[str, Any]]:
         match kind:
             case "message":
                 role = fields.require("role", str)
-                content = protocol.text_of(fields.require("content", (str, list)), TEXTS, place)
+                content = fields.require("content", (str, list))
+                content = protocol.content_of(content, TEXTS, place, images)
                 # Templates know the older name.
                 role = "system" if role == "developer" else role
-                messages.append({"role": role, "content": content})
+                messages.append({"role": role, **content})
                 fields.ignore("phase")
             case "function_call":
                 name = fields.require("name", str)
@@ -93,9 +95,10 @@ def _messages(value: str | list[Any]) -> list[dict[str, Any]]:
                 messages[-1].setdefault("tool_calls", []).append(made)
                 fields.ignore("caller", "namespace")
             case "function_call_output":
-                content = protocol.text_of(fields.require("output", (str, list)), TEXTS, place)
+                content = fields.require("output", (str, list))
+                content = protocol.content_of(content, TEXTS, place, images)
                 call_id = fields.require("call_id", str)
-                messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+                messages.append({"role": "tool", **content, "tool_call_id": call_id})
                 fields.ignore("caller")
             case _:
                 shown = kind[: protocol.MAX_TEXT]
