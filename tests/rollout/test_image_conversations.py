@@ -136,7 +136,8 @@ def test_equal_images_have_equal_ids_and_rows_get_their_own():
             "scored",
         )
     )
-    own = table.with_own_images(image_prompts.Rollout(tokens=tokens, **fields))
+    rollout = image_prompts.Rollout(**(fields | {"tokens": tokens}))
+    own = table.with_own_images(rollout)
     assert own.tokens[0].tolist() == first
     assert own.tokens[1, begin : begin + PER_IMAGE].tolist() == [*range(FIRST, FIRST + PER_IMAGE)]
     images: Any = own.images
