@@ -1,7 +1,9 @@
 """Images among token ids, and their pixels."""
 
 import base64
+import dataclasses
 import io
+import os
 import zlib
 from pathlib import Path
 
@@ -114,6 +116,49 @@ def bomb():
     return b"\x89PNG\r\n\x1a\n" + body
 
 
+def with_file(content, name="a.png"):
+    """Return what writes a file, and returns its name."""
+
+    def write(folder):
+        (folder / name).write_bytes(content)
+        return name
+
+    return write
+
+
+def as_bytes(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, format=kind, **options)
+    return file.getvalue()
+
+
+def made(function, name):
+    """Return what makes a file that is no ordinary one, and returns its name."""
+
+    def make(folder):
+        function(folder / name)
+        return name
+
+    return make
+
+
+def nested(depth):
+    value = {"bytes": file_of(picture())}
+    for _ in range(depth):
+        value = {"image": value}
+    return value
+
+
+def two_halves(mode="RGB"):
+    """Return a picture whose left half is red and right half blue, 40 x 20."""
+    image = Image.new("RGB", (40, 20), "red")
+    image.paste("blue", (20, 0, 40, 20))
+    return image.convert(mode)
+
+
+NO_FORM = "a path, bytes or a data URL"
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [
@@ -125,20 +170,99 @@ def bomb():
         (bomb(), "2500000000 pixels"),
         ("https://example.com/a.png", "not fetched from the network"),
         ("data:image/png;base64,???", "no base64"),
-        (7, "a path, bytes or a data URL"),
-        (None, "a path, bytes or a data URL"),
-        ({"bytes": None, "path": None}, "a path, bytes or a data URL"),
+        (7, NO_FORM),
+        (None, NO_FORM),
+        ({"bytes": None, "path": None}, NO_FORM),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot identify"),
         (b"%PDF-1.4", "cannot identify"),
         ("\0", ""),
         ("a" * 5000, ""),
-        ([file_of(picture())], "a path, bytes or a data URL"),
+        ([file_of(picture())], NO_FORM),
+        (with_file(b""), "cannot identify"),
+        (with_file(b"<!doctype html><title>404</title>"), "cannot identify"),
+        (with_file(file_of(two_halves())[:-40]), ""),
+        (with_file(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "a.eps"), "identify"),
+        (as_bytes(Image.new("L", (8000, 7000))), "8,000 x 7,000 pixels"),
+        (Image.new("1", (8000, 7000)), "8,000 x 7,000 pixels"),
+        (as_bytes(Image.new("L", (1, 20_000))), "1 x 20,000 pixels"),
+        (as_bytes(Image.new("L", (20_000, 1))), "20,000 x 1 pixels"),
+        (as_bytes(Image.new("F", (8, 8)), "TIFF"), "32 bits"),
+        ("data:image/png,abc", "no base64"),
+        ("data:", "no base64"),
+        ("http://example.com/a.png", "not fetched from the network"),
+        ("ftp://example.com/a.png", "there is no file"),
+        (".", "there is no file"),
+        ("../../../../../../etc/hostname", "cannot identify"),
+        ("~no_such_user/a.png", ""),
+        (made(os.mkfifo, "pipe.png"), "there is no file"),
+        (made(lambda path: path.symlink_to(path), "loop.png"), "there is no file"),
+        (made(os.mkdir, "folder.png"), "there is no file"),
+        ("/dev/zero", "there is no file"),
+        ({}, NO_FORM),
+        ({"caption": "a cat"}, NO_FORM),
+        ({"bytes": [1, 2, 3]}, NO_FORM),
+        (nested(10), NO_FORM),
+        (np.zeros((4, 4, 3), np.uint8), NO_FORM),
+        (1.5, NO_FORM),
+        (True, NO_FORM),
+        ("\ud800.png", ""),
     ],
 )
-def test_a_picture_that_cannot_be_read_has_one_clear_error(tokenizer, source, why):
+def test_a_picture_that_cannot_be_read_has_one_clear_error(tokenizer, tmp_path, source, why):
+    reader = dataclasses.replace(tokenizer.images, folder=str(tmp_path))
+    tokenizer = dataclasses.replace(tokenizer, images=reader)
+    value = source(tmp_path) if callable(source) else source
     with pytest.raises(InputError, match=r"image 1 of 1 cannot be read") as error:
-        tokenizer.encode_row({"images": [source], "prompt": MARK})
+        tokenizer.encode_row({"images": [value], "prompt": MARK})
     assert why in error.value.why
+
+
+def turned():
+    """Return a file whose EXIF data say that its left side is its upper one."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return as_bytes(two_halves(), exif=exif)
+
+
+def animated():
+    frames = [Image.new("RGB", (40, 20), "blue")]
+    return as_bytes(two_halves(), "GIF", save_all=True, append_images=frames)
+
+
+SIXTEEN_BITS = np.full((20, 40), 128 * 256, np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "pixel", "color"),
+    [
+        (as_bytes(two_halves(), "JPEG", quality=95), (40, 20), (39, 9), (0, 0, 255)),
+        (as_bytes(two_halves("CMYK"), "JPEG", quality=95), (40, 20), (39, 9), (0, 0, 255)),
+        (as_bytes(two_halves("P")), (40, 20), (39, 9), (0, 0, 255)),
+        (as_bytes(two_halves("P"), transparency=255), (40, 20), (39, 9), (0, 0, 255)),
+        (as_bytes(two_halves("RGBA")), (40, 20), (39, 9), (0, 0, 255)),
+        (as_bytes(Image.new("1", (40, 20), 1)), (40, 20), (39, 9), (255, 255, 255)),
+        (as_bytes(Image.fromarray(SIXTEEN_BITS)), (40, 20), (39, 9), (128, 128, 128)),
+        (animated(), (40, 20), (39, 9), (0, 0, 255)),
+        # The file's left side is up, so that blue is down.
+        (turned(), (20, 40), (9, 39), (0, 0, 255)),
+        (as_bytes(picture(size=(1, 1))), (1, 1), (0, 0), (200, 40, 10)),
+        (with_file(as_bytes(picture(), "BMP"), "é 图.png"), (32, 32), (9, 9), (200, 40, 10)),
+        (with_file(file_of(picture()), "a.txt"), (32, 32), (9, 9), (200, 40, 10)),
+        ({"bytes": None, "path": {"bytes": file_of(picture())}}, (32, 32), (9, 9), (200, 40, 10)),
+        ({"bytes": b"", "image": picture()}, (32, 32), (9, 9), (200, 40, 10)),
+        (two_halves("CMYK"), (40, 20), (39, 9), (0, 0, 255)),
+    ],
+)
+def test_odd_pictures_are_read_as_people_see_them(tokenizer, tmp_path, source, size, pixel, color):
+    value = source(tmp_path) if callable(source) else source
+    reader = dataclasses.replace(tokenizer.images, folder=str(tmp_path))
+    [image] = reader.opened([value])
+    assert (image.size, image.mode) == (size, "RGB")
+    np.testing.assert_allclose(image.getpixel(pixel), color, atol=4)
+    text = dataclasses.replace(tokenizer, images=reader).encode_row(
+        {"images": [value], "prompt": MARK}
+    )
+    assert text.pieces.shape == (1, 3, 32, 32)
 
 
 def test_images_and_places_must_agree(tokenizer):

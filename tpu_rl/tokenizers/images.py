@@ -18,6 +18,7 @@ import binascii
 import functools
 import io
 import re
+import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ MARK = "\ufffc"
 MAX_PIXELS = 50_000_000
 """The largest image that is opened. A small file may claim to be enormous."""
 MAX_BYTES = 50_000_000
+MAX_ASPECT = 200
+"""The longer side over the shorter one. Processors scale the shorter side to hundreds of pixels."""
+MAX_NESTING = 4
+"""Objects around an image, such as {"image": {"bytes": ...}}."""
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF")
+"""Formats that are read. Others run programs (EPS) or are no pictures."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -230,31 +237,28 @@ def opened(source: Any, folder: Path, place: str) -> Any:
     """
     from PIL import Image, UnidentifiedImageError
 
-    if isinstance(source, Image.Image):
-        return source
-    if isinstance(source, Mapping):
-        content = next(
-            (source[key] for key in ("bytes", "image", "url", "path") if source.get(key)), None
-        )
-        return opened(content, folder, place)
     shown = repr(source)[:80]
     try:
+        for _ in range(MAX_NESTING):
+            if not isinstance(source, Mapping):
+                break
+            values = (source.get(key) for key in ("bytes", "image", "url", "path"))
+            source = next((value for value in values if value not in (None, b"", "")), None)
+        if isinstance(source, Image.Image):
+            return _in_rgb(source)
         content = _bytes_of(source, folder)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has {len(content):,} bytes, and at most {MAX_BYTES:,} are read")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content))
-            width, height = image.size
-            if width * height > MAX_PIXELS:  # PIL refuses only larger ones.
-                raise ValueError(
-                    f"it is {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read"
-                )
-            return image.convert("RGB")
+            Image.init()
+            formats = [name for name in FORMATS if name in Image.OPEN]
+            return _in_rgb(Image.open(io.BytesIO(content), formats=formats))
     # Decoders of many formats raise errors of many kinds for broken files.
     except (
         *(OSError, ValueError, TypeError, SyntaxError, EOFError, MemoryError, OverflowError),
-        *(UnidentifiedImageError, Image.DecompressionBombError),
+        *(UnidentifiedImageError, Image.DecompressionBombError, RuntimeError),
+        *(LookupError, ArithmeticError, AttributeError, NotImplementedError, struct.error),
     ) as error:
         raise InputError(
             f"{place} cannot be read",
@@ -262,6 +266,33 @@ def opened(source: Any, folder: Path, place: str) -> Any:
             why=str(error)[:300] or type(error).__name__,
             fix="give a PNG, JPEG or other file that PIL reads: a path, bytes or a data URL",
         ) from error
+
+
+def _in_rgb(image: Any) -> Any:
+    """Return a PIL image as people see it: its first frame, turned as its EXIF data say, in RGB.
+
+    Raises:
+        ValueError: if it is too large, or its numbers have no meaning as colors.
+    """
+    from PIL import Image, ImageOps
+
+    width, height = image.size
+    if width * height > MAX_PIXELS:  # PIL refuses only larger ones.
+        raise ValueError(
+            f"it is {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read"
+        )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ValueError(
+            f"it is {width:,} x {height:,} pixels, and one side is at most {MAX_ASPECT} times as "
+            "long as the other"
+        )
+    if image.mode.startswith("I;16"):  # PIL would cut numbers above 255.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are numbers of 32 bits, which are no colors")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _bytes_of(source: Any, folder: Path) -> bytes:
@@ -274,7 +305,9 @@ def _bytes_of(source: Any, folder: Path) -> bytes:
     if source.startswith(("http://", "https://")):
         raise ValueError("files are not fetched from the network")
     if source.startswith("data:"):
-        _, _, encoded = source.partition("base64,")
+        _, found, encoded = source.partition(";base64,")
+        if not found:
+            raise ValueError("the data URL is no base64")
         try:
             return base64.b64decode(encoded, validate=True)
         except binascii.Error as error:
