@@ -1,14 +1,13 @@
 """`--dry-run` shows rows as the model reads them, and fails where the run would fail."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tpu_rl import tokenizers
-from tpu_rl.commands import config, dry_run, roles, run
+from tests.fixtures.picture_model import picture_tokenizer
+from tpu_rl.commands import config, dry_run, run
 from tpu_rl.errors import InputError
 
 SIZES = {
@@ -188,9 +187,7 @@ def test_a_folder_of_another_configuration_is_refused(checkpoint, tmp_path, caps
 
 
 def test_images_are_measured():
-    directory = roles.model_path("builtin:pictures")
-    reading = {"tokens_per_image": 16, "image_size": 32, "first_id": 46, "folder": Path()}
-    tokenizer = tokenizers.with_images(tokenizers.load(directory), directory, 4, **reading)
+    tokenizer = picture_tokenizer()
     sizes = [[(40, 20)], [], [(60, 30), (20, 10)]]
     rows: Any = [{"images": [Image.new("RGB", size) for size in row]} for row in sizes]
     table = dry_run.image_table(rows, tokenizer)
@@ -203,6 +200,7 @@ def test_images_are_measured():
         ["1.5", "40.0", "20.0"],
         ["2", "60", "30"],
     ]
+    assert [column[3] for column in cells[1:]] == ["4", "4.0", "4"]
     assert dry_run.image_table([{"prompt": "a"}], tokenizer) is None
     with pytest.raises(InputError, match=r"image 1 of 1 cannot be read"):
         dry_run.image_table([{"images": ["missing.png"]}], tokenizer)

@@ -339,17 +339,21 @@ def image_table(rows: Rows, tokenizer: Tokenizer) -> Table | None:
     if reader is None or not any(sources):
         return None
     sizes = []
+    features = []
     for index, of_row in enumerate(sources):
         with data.naming_row(rows, index):
-            sizes += [image.size for image in reader.opened(of_row)]
+            for image in reader.opened(of_row):
+                sizes.append(image.size)
+                features.append(
+                    len(tokenizer.with_images({"images": [image]}, [reader.token_id]).ids)
+                )
     counts = [len(of_row) for of_row in sources if of_row]
-    features = [reader.tokens_per_image for _ in sizes]
     table = Table(f"images of the first {checked} rows", "least", "mean", "most", box=None)
     for name, values in {
         f"images of a row, {len(counts)} rows with images": counts,
         "width, pixels": [width for width, _ in sizes],
         "height, pixels": [height for _, height in sizes],
-        "features (tokens) of an image": features,
+        "tokens of an image": features,
     }.items():
         mean = sum(values) / len(values)
         table.add_row(name, f"{min(values):,}", f"{mean:,.1f}", f"{max(values):,}")

@@ -118,6 +118,7 @@ def sampler_factory(
                 mesh=mesh,
                 whole_images=tokenizer.images and tokenizer.images.whole_images,
                 read_images=images and images.read,
+                images=images,
             )
 
     return make

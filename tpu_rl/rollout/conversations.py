@@ -266,6 +266,7 @@ def _live_sampler(
         on_segment=signals.between_segments,
         whole_images=scorer.tokenizer.images and scorer.tokenizer.images.whole_images,
         read_images=None if images is None else images.read,
+        images=images,
     )
 
 

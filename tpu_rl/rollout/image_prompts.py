@@ -32,7 +32,7 @@ class ImageFeatures(NamedTuple):
     """The features of images for a role that reads them."""
 
     compute: Callable[[Params, Any], Any]
-    """(the params tree that the policy reads, pieces of images [I, ...]) -> features [F, ...]."""
+    """(the params tree that the policy reads, pieces of images [I, ...]) -> `vision.Features`."""
     insert: Callable[[Params, Any], Params]
     """(that tree, features) -> the tree with them."""
     piece_shape: tuple[int, ...]
@@ -114,8 +114,8 @@ class _Image:
     count: int
     pieces: np.ndarray
     """[p, ...] float32."""
-    features: np.ndarray | None = None
-    """[count, ...]; None before the image is read for the first time."""
+    features: Any = None
+    """`vision.Features` of the image, on the host; None before it is read for the first time."""
 
 
 class ImageTable:
@@ -141,6 +141,13 @@ class ImageTable:
         self._known: dict[int, tuple[Any, list[int]]] = {}
         """By identity: sources of data rows that many episodes show, and their ids."""
         self._lock = threading.Lock()
+        self._like: Any = None
+        """The shapes and types of features."""
+
+    @property
+    def first_id(self) -> int:
+        """The id of the first feature."""
+        return self._reader.first_id
 
     def place(self, ids: Sequence[int], sources: Sequence[Any]) -> list[int]:
         """Return the ids of a text, with those of its images in place of each image's one token.
@@ -212,9 +219,12 @@ class ImageTable:
         places = np.flatnonzero(flat >= self._reader.first_id)
         offsets = flat[places] - self._reader.first_id
         numbers = np.searchsorted([image.start for image in images], offsets, side="right") - 1
-        shape = jax.ShapeDtypeStruct((1, *self._features.piece_shape), np.float32)
-        like = jax.eval_shape(self._features.compute, params, shape)
-        features = np.zeros((len(flat), *like.shape[1:]), like.dtype)
+        if self._like is None:
+            piece = jax.ShapeDtypeStruct((1, *self._features.piece_shape), np.float32)
+            self._like = jax.eval_shape(self._features.compute, params, piece)
+        features = jax.tree.map_with_path(
+            lambda path, leaf: np.zeros(_resized(path, leaf, len(flat)), leaf.dtype), self._like
+        )
         for number in np.unique(numbers):
             image = images[number]
             of_image = numbers == number
@@ -225,18 +235,24 @@ class ImageTable:
                     why=f"the last {self._most} images are",
                     fix="send fewer images at once",
                 )
-            features[places[of_image]] = self._features_of(params, image)[within]
+            for whole, part in zip(
+                jax.tree.leaves_with_path(features),
+                jax.tree.leaves(self._features_of(params, image)),
+                strict=True,
+            ):
+                of_tokens = part.take(within, _feature_axis(whole[0]))
+                whole[1][_at(whole[0], places[of_image])] = of_tokens
         flat[places] = self._reader.first_id + places
         return self._features.insert(params, features), flat.reshape(tokens.shape)
 
-    def _features_of(self, params: Params, image: _Image) -> np.ndarray:
+    def _features_of(self, params: Params, image: _Image) -> Any:
         """Return the features of an image, which the tower reads alone: what it makes of an image
         does not depend on others that come at the same time."""
         if image.features is None:
             count = len(image.pieces)
             padding = ((0, bucket(count) - count), *((0, 0),) * (image.pieces.ndim - 1))
             made = self._features.compute(params, np.pad(image.pieces, padding))
-            image.features = np.asarray(made)[: image.count]
+            image.features = jax.device_get(made)
         return image.features
 
     def with_own_images(self, rollout: Rollout) -> Rollout:
@@ -261,3 +277,18 @@ class ImageTable:
             of_rows.append(np.stack([pieces[start] for start in order]) if order else None)
         images: Any = stacked_pieces(of_rows)
         return replace(rollout, tokens=tokens, images=images)
+
+
+def _feature_axis(path: Any) -> int:
+    """Return the axis of features in a leaf of `vision.Features`."""
+    return int(path[0].name == "deep")
+
+
+def _at(path: Any, places: np.ndarray) -> Any:
+    return (slice(None), places) if _feature_axis(path) else places
+
+
+def _resized(path: Any, leaf: Any, count: int) -> tuple[int, ...]:
+    """Return the shape of a leaf for `count` features."""
+    axis = _feature_axis(path)
+    return (*leaf.shape[:axis], count, *leaf.shape[axis + 1 :])

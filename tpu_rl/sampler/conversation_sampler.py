@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +55,18 @@ Weights = Callable[[tuple[Hashable, ...]], tuple[Policy, Params]]
 means that the row is not read. All policies have caches of one form."""
 
 
-ReadImages = Callable[[Params, np.ndarray], tuple[Params, np.ndarray]]
-"""(params, tokens [R, C]) -> params with the features of images that the tokens refer to, and the
-tokens with ids that count these features (`rollout.image_prompts.ImageTable`)."""
+class Images(Protocol):
+    """The images that conversations show (`rollout.image_prompts.ImageTable`)."""
+
+    @property
+    def first_id(self) -> int:
+        """The id of the first feature. Smaller ones are words."""
+        ...
+
+    def read(self, params: Params, tokens: np.ndarray) -> tuple[Params, np.ndarray]:
+        """Return the params with the features of images that tokens [R, C] refer to, and the tokens
+        with ids that count these features."""
+        ...
 
 
 class TurnRequest(NamedTuple):
@@ -133,6 +142,7 @@ class ConversationSampler:
         weights: Weights | None = None,
         whole_images: tuple[int, int] | None = None,
         read_images: ReadImages | None = None,
+        images: Images | None = None,
     ):
         """Prepare empty slots.
 
@@ -156,6 +166,8 @@ class ConversationSampler:
                 the later ones, so that it must be read at once (`ImageReader.whole_images`).
             read_images: finds images, for a policy that reads them. A turn may not begin right
                 after an image.
+            images: those that conversations show, for a policy that reads them. A turn may not
+                begin right after an image.
 
         Raises:
             InputError: for a repetition penalty, which needs counts that turns do not keep.
@@ -179,6 +191,7 @@ class ConversationSampler:
         least = 0 if whole_images is None else whole_images[1]
         self._chunks = tuple(chunk for chunk in CHUNKS if chunk >= least) or (least,)
         self._read_images = read_images or (lambda params, tokens: (params, tokens))
+        self._images = images
         self._max_length = max_length
         self._prompt_length = prompt_length
         self._devices = slot_ops.device_count(mesh)
@@ -368,7 +381,10 @@ class ConversationSampler:
         cached = self._cached.get(request.conversation)
         if cached is None:
             return False
-        dropped = len(cached) - common_prefix(cached, request.token_ids[:-1])
+        common = common_prefix(cached, request.token_ids[:-1])
+        dropped = len(cached) - common
+        if self._images is not None and max(cached[common:], default=0) >= self._images.first_id:
+            return False  # The cache counts the positions that its images take.
         return dropped < len(cached) and (
             dropped == 0 or can_roll_back(self._policy, self._params, self._max_length, dropped)
         )
@@ -409,7 +425,7 @@ class ConversationSampler:
                 places[device].append((slot % self._slots_per_device, number))
             waiting[device] = rest
         policy, params = self._weights_of(names)
-        params, read_tokens = self._read_images(params, tokens.reshape(-1, width))
+        params, read_tokens = self._with_images(params, tokens.reshape(-1, width))
         pool = slot_ops.prefill(
             policy,
             self._mesh,
@@ -528,7 +544,7 @@ class ConversationSampler:
             if len(part) == len(rest):
                 del pending[slot]
         policy, params = self._weights_of(names)
-        params, read_tokens = self._read_images(params, tokens.reshape(-1, chunk))
+        params, read_tokens = self._with_images(params, tokens.reshape(-1, chunk))
         self._slots = _extend_rows(
             policy,
             self._mesh,
@@ -564,6 +580,10 @@ class ConversationSampler:
         )
 
     # --- devices ---
+
+    def _with_images(self, params: Params, tokens: np.ndarray) -> tuple[Params, np.ndarray]:
+        """Return the params and tokens [R, C] that a program reads."""
+        return (params, tokens) if self._images is None else self._images.read(params, tokens)
 
     def _weights_of(self, names: Sequence[Hashable]) -> tuple[Policy, Params]:
         """Return the policy that reads rows with weights of these names, and its params."""
