@@ -1,11 +1,16 @@
 """What a class must be to be an environment, and the schemas of its tools."""
 
 import enum
+import io
+import json
+from base64 import b64encode
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tpu_rl.environments import contract, named, tool_schemas
+from tpu_rl.environments import contract, named, observations, pictures, tool_schemas
 from tpu_rl.errors import InputError
 
 
@@ -225,3 +230,85 @@ def test_a_step_that_returns_something_else_says_so(value, message):
     game = type("Game", (), {"step": lambda self, text: value})()
     with pytest.raises(ValueError, match=message):
         contract.step(game, "")
+
+
+def png(color="red", size=(4, 3)):
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, format="PNG")
+    return file.getvalue()
+
+
+DATA_URL = f"data:;base64,{b64encode(png()).decode()}"
+RED = Image.new("RGB", (4, 3), "red")
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "count"),
+    [
+        (RED, "M", 1),
+        ([RED, "a", RED.convert("P")], "MaM", 2),
+        ([{"type": "image", "image": RED}, {"type": "text", "text": "see"}], "Msee", 1),
+        ([{"type": "image", "image": png()}], "M", 1),
+        ({"role": "tool", "content": [{"type": "text", "text": "a\ufffc"}, RED]}, "a\ufffdM", 1),
+        ([{"type": "image_url", "image_url": {"url": DATA_URL}}], "M", 1),
+    ],
+)
+def test_observations_may_have_images(value, text, count):
+    class Shows:
+        def step(self, said):
+            return value, 1.0, False, {}
+
+        def look(self):
+            return value
+
+    observation, _, _ = contract.step(Shows(), "a")
+    sent = json.loads(json.dumps(observation))
+    received, images = observations.received(sent)
+    assert received.replace(observations.MARK, "M") == text
+    assert len(images) == count
+    for image in images:
+        np.testing.assert_allclose(np.asarray(Image.open(io.BytesIO(image)))[2, 3], [255, 0, 0])
+    [(_, content, is_error)] = contract.call(Shows(), ["look"], [("look", {})])
+    assert (content, is_error) == (observation, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([{"type": "image"}], "NoneType"),
+        ([{"type": "image", "image": b"no picture"}], "cannot identify"),
+        ([{"type": "image", "image": "path.png"}], "image that cannot be read"),
+        ([RED] * 17, "17 images"),
+        (Image.new("1", (5000, 4000)), "5000 x 4000"),
+    ],
+)
+def test_images_that_cannot_be_read_are_faults(value, words):
+    class Shows:
+        def look(self):
+            return value
+
+    with pytest.raises(contract.Fault, match=words):
+        contract.call(Shows(), ["look"], [("look", {})])
+
+
+def test_a_coarse_picture_does_not_tell_the_answer_and_a_look_does():
+    source = pictures.PicturesSource(pictures.PicturesData(questions="look"), "train", 40)
+    coarse = {}
+    for row in source:
+        game = pictures.PictureLook()
+        game.reset(**row)
+        color = row["prompt"].split()[1].strip("?")
+        observation, reward, done, _ = game.step(row["completion"])
+        assert (observation[1:], reward, done) == (["\n"], None, False)
+        cell = np.asarray(observation[0])
+        shape = {"square": 36, "cross": 32, "bar": 24}[row["answer"]]
+        assert (cell == pictures.COLORS[color]).all(-1).sum() == shape * 16
+        assert game.step(row["answer"])[1:3] == (1.0, True)
+        assert game.step("none")[1:3] == (0.0, True)
+        picture = np.asarray(Image.open(io.BytesIO(row["images"][0])))
+        coarse.setdefault(row["answer"], set()).add((picture == pictures.COLORS[color]).sum())
+    assert coarse["square"] == coarse["cross"] == coarse["bar"]
+    steps = pictures.PicturesSource(source.config, "train", 2, shows_steps=True)
+    assert [len(row["images"]) for row in steps] == [1, 2]
+    assert steps[1]["prompt"].count("\ufffc") == 2
+    assert steps[1]["completion"].strip() == steps[1]["answer"]
