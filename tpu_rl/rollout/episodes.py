@@ -288,7 +288,7 @@ class Episodes:
         episode = self._episodes[row]
         return EpisodeResult(
             prompt=episode.prompt,
-            messages=[_without_images(message) for message in episode.messages],
+            messages=[without_images(message) for message in episode.messages],
             images=episode.images,
             turn_rewards=episode.turn_rewards,
             reward=episode.reward,
@@ -545,7 +545,7 @@ def _without(message: Message, key: str) -> Message:
     return {name: value for name, value in message.items() if name != key}
 
 
-def _without_images(message: Message) -> Message:
+def without_images(message: Message) -> Message:
     """Return a message as people and rewards read it."""
     if IMAGES not in message:
         return message

@@ -35,6 +35,8 @@ from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
+from tpu_rl.rollout.episodes import without_images
+from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
@@ -44,6 +46,7 @@ from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
 from tpu_rl.serving.server import LOOPBACK, Server, bind, require_uvicorn
 from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import Params, Purpose
 
 CONTEXTS_AT_ONCE = 4
@@ -182,6 +185,9 @@ class _AgentEngine:
         running: _Running | None = None
         pump = Pump(functools.partial(self._sampler, params, len(keys)), _share)
         self._app.pump = pump
+        tokenizer = self._scorer.tokenizer
+        features = self._decoding.policy.with_images
+        self._app.images = features and ImageTable(tokenizer, features)
         try:
             running = _Running(self._agent, self._server.url, pump.wake)
             first_prompts = [self._first_prompt(rows[g]) for g in range(len(rows))]
@@ -226,7 +232,7 @@ class _AgentEngine:
         branches = account.record.branches()
         messages = account.history.last_messages()
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        messages = messages[places[0] :] if places else []
+        messages = [without_images(message) for message in messages[places[0] :]] if places else []
         if not messages:
             token_ids = branches[-1].actions if branches else []
             content = self._scorer.tokenizer.decode(token_ids)
@@ -238,7 +244,8 @@ class _AgentEngine:
         if "prompt" not in row:
             return None
         try:
-            return self._scorer.tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+            ids = self._scorer.tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+            return self._app.images.place(ids, sources_of(row)) if self._app.images else ids
         except InputError:
             return None
 
@@ -261,6 +268,7 @@ class _AgentEngine:
             stop_at=prompts.stop_at(self._scorer.tokenizer, decoding.stop_strings),
             on_segment=signals.between_segments,
             whole_images=images and images.whole_images,
+            images=self._app.images,
         )
 
     @functools.cached_property
@@ -299,6 +307,8 @@ class _AgentEngine:
             self._decoding.config.pad_id,
             request.policy_step,
         )
+        if self._app.images is not None:
+            rollout = self._app.images.with_own_images(rollout)
         rows = episode_rows(rollout, all_branches, tokenizer)
         counts = np.array([len(branches) for branches in all_branches])
         last = last_rows(rows)

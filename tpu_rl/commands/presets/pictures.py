@@ -56,3 +56,46 @@ def pictures_grpo() -> ExperimentConfig:
         steps=100,
         checkpoint=CheckpointConfig(50),
     )
+
+
+def pictures_look_sft() -> ExperimentConfig:
+    """SFT on the steps of a question in two looks: where to look in a coarse picture, and what the
+    enlarged cell shows.
+
+    The evaluation lets the model look.
+    """
+    base = pictures_sft()
+    return replace(
+        base,
+        data=PicturesData(questions="look"),
+        environment="picture_look",
+        reward=(),
+        sampling=replace(
+            base.sampling,
+            max_new_tokens=64,
+            max_turns=3,
+            max_observation_tokens=20,
+            stop_strings=("\n",),
+        ),
+        evaluation=EvaluationConfig(rows=200, interval=200),
+    )
+
+
+def pictures_look_grpo() -> ExperimentConfig:
+    """GRPO with images that the environment returns, from the model of pictures_look_sft.
+
+    The first picture does not tell the answer: the policy writes "look 2,3", and sees that cell
+    enlarged.
+    """
+    base = pictures_grpo()
+    look = pictures_look_sft()
+    return replace(
+        base,
+        data=look.data,
+        environment=look.environment,
+        reward=(),
+        model=ModelConfig(path="runs/pictures_look_sft/model"),
+        batch=replace(base.batch, row_length=256),
+        sampling=look.sampling,
+        evaluation=replace(look.evaluation, interval=20),
+    )
