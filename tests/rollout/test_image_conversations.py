@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,9 +17,10 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.models.vision import Features
 from tpu_rl.rollout import image_prompts, records, requests
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
-from tpu_rl.rollout.image_prompts import ImageTable
+from tpu_rl.rollout.image_prompts import ImageFeatures, ImageTable
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import SamplerConfig
 from tpu_rl.tokenizers.images import MARK
@@ -143,3 +145,35 @@ def test_equal_images_have_equal_ids_and_rows_get_their_own():
     images: Any = own.images
     np.testing.assert_array_equal(images[1, 0], images[0, 1])
     assert not images[1, 1].any()
+
+
+def test_tokens_get_all_that_their_features_have():
+    """States, what later layers add (DeepStack) and places in images stand where tokens do."""
+    tokenizer = picture_tokenizer()
+    deep = jnp.arange(2.0)[:, None, None]
+
+    def compute(params, pieces):
+        means = pieces.mean((1, 2, 3)).repeat(PER_IMAGE) + params["shift"]
+        states = means[:, None] + jnp.arange(3.0)[None]
+        return Features(states, states[None] + 10 * deep)
+
+    features = ImageFeatures(compute, lambda params, made: params | {"made": made}, (3, 32, 32))
+    table = ImageTable(tokenizer, features)
+    colors = ["white", "black"]
+    images = [Image.new("RGB", (32, 32), color) for color in colors]
+    ids = table.place(tokenizer.encode_prompt(f"{MARK}a{MARK}b"), images)
+    tokens = np.array([ids, ids[::-1]])
+    params, read = table.read({"shift": 0.5}, tokens)
+    flat = read.reshape(-1)
+    places = np.flatnonzero(tokens.reshape(-1) >= FIRST)
+    assert flat[places].tolist() == (FIRST + places).tolist()
+    np.testing.assert_array_equal(np.delete(flat, places), np.delete(tokens.reshape(-1), places))
+    made = params["made"]
+    expected = np.where(tokens.reshape(-1)[places] < FIRST + PER_IMAGE, 1.5, -0.5)
+    np.testing.assert_allclose(made.states[places], expected[:, None] + np.arange(3))
+    np.testing.assert_allclose(made.deep[1, places], made.states[places] + 10)
+    assert not np.delete(made.states, places, 0).any()
+    few = ImageTable(tokenizer, features, most=1)
+    ids = few.place(tokenizer.encode_prompt(f"{MARK}a{MARK}b"), images)
+    with pytest.raises(InputError, match="no longer kept"):
+        few.read({"shift": 0.5}, np.array([ids]))

@@ -20,7 +20,7 @@ from tpu_rl.environments import TASKS, task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
-from tpu_rl.rollout import scoring
+from tpu_rl.rollout import image_prompts, scoring
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import Scored, require_single_rows
 from tpu_rl.types import Params, Purpose, QExamples, Rollout, TrainState
@@ -95,13 +95,6 @@ def monte_carlo_labels(
     A completion that nobody could judge has no label.
     """
     answers = scored.rollout
-    if answers.images is not None:
-        raise InputError(
-            "steps of answers about images are not labeled by sampling",
-            where="--algorithm.steps monte_carlo",
-            why="their continuations are sampled from texts only",
-            fix="use rows without images, or rows with labels",
-        )
     tokens = np.asarray(answers.tokens)
     mask = np.asarray(answers.action_mask)
     begins = mask.argmax(1)
@@ -117,12 +110,23 @@ def monte_carlo_labels(
     count = config.continuations
     # A row that was cut at its end samples one token, to keep the shapes, and nobody reads it.
     limits = np.where(at_end, 1, begins + roll_out.config.max_new_tokens - cuts - 1)
+    prefixes = [row[: cut + 1].tolist() for row, cut in zip(tokens, cuts, strict=True)]
+    images = None
+    if answers.images is not None:
+        reader = scorer.tokenizer.images
+        assert reader is not None, "the model reads images"
+        pieces = [
+            pieces[: reader.count(prefix)]
+            for pieces, prefix in zip(np.asarray(answers.images), prefixes, strict=True)
+        ]
+        prefixes, images = image_prompts.table(prefixes, pieces, reader)
     continued = roll_out.sample(
         params,
-        [row[: cut + 1].tolist() for row, cut in zip(tokens, cuts, strict=True)],
+        prefixes,
         step,
         len(mask) + np.arange(len(mask) * count),  # Other random keys than the completions'.
         limits=np.repeat(limits, count),
+        images=images,
     )
     whole = _from_begins(continued, np.repeat(begins, count))
     rows = [row for row in scored.rows for _ in range(len(mask) // len(scored.rows))]
@@ -141,6 +145,7 @@ def monte_carlo_labels(
         # What stands before a label is its prompt, so that no two rows share one.
         "group_id": np.arange(len(mask), dtype=np.int32),
         "returns": np.where(labeled, labels[:, None], 0).astype(np.float32),
+        "images": answers.images,
     }
     return QExamples(**arrays)
 
