@@ -164,15 +164,17 @@ def test_tokens_get_all_that_their_features_have():
     ids = table.place(tokenizer.encode_prompt(f"{MARK}a{MARK}b"), images)
     tokens = np.array([ids, ids[::-1]])
     params, read = table.read({"shift": 0.5}, tokens)
-    flat = read.reshape(-1)
-    places = np.flatnonzero(tokens.reshape(-1) >= FIRST)
-    assert flat[places].tolist() == (FIRST + places).tolist()
-    np.testing.assert_array_equal(np.delete(flat, places), np.delete(tokens.reshape(-1), places))
+    flat, before = read.reshape(-1), tokens.reshape(-1)
+    places = np.flatnonzero(before >= FIRST)
+    np.testing.assert_array_equal(np.delete(flat, places), np.delete(before, places))
+    # The place inside of a piece stays.
+    assert ((flat - before)[places] % PER_IMAGE == 0).all()
     made = params["made"]
-    expected = np.where(tokens.reshape(-1)[places] < FIRST + PER_IMAGE, 1.5, -0.5)
-    np.testing.assert_allclose(made.states[places], expected[:, None] + np.arange(3))
-    np.testing.assert_allclose(made.deep[1, places], made.states[places] + 10)
-    assert not np.delete(made.states, places, 0).any()
+    expected = np.where(before[places] < FIRST + PER_IMAGE, 1.5, -0.5)
+    index = flat[places] - FIRST
+    np.testing.assert_allclose(made.states[index], expected[:, None] + np.arange(3))
+    np.testing.assert_allclose(made.deep[1, index], made.states[index] + 10)
+    assert not np.delete(made.states, index, 0).any()
     few = ImageTable(tokenizer, features, most=1)
     ids = few.place(tokenizer.encode_prompt(f"{MARK}a{MARK}b"), images)
     with pytest.raises(InputError, match="no longer kept"):

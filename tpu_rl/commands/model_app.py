@@ -117,7 +117,6 @@ def sampler_factory(
                 prompt_length=min(64, length),
                 mesh=mesh,
                 whole_images=tokenizer.images and tokenizer.images.whole_images,
-                read_images=images and images.read,
                 images=images,
             )
 

@@ -265,7 +265,6 @@ def _live_sampler(
         stop_at=prompts.stop_at(scorer.tokenizer, decoding.stop_strings),
         on_segment=signals.between_segments,
         whole_images=scorer.tokenizer.images and scorer.tokenizer.images.whole_images,
-        read_images=None if images is None else images.read,
         images=images,
     )
 

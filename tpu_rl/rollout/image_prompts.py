@@ -205,10 +205,10 @@ class ImageTable:
 
     def read(self, params: Params, tokens: np.ndarray) -> tuple[Params, np.ndarray]:
         """Return the params with the features that tokens [R, C] refer to, and the tokens with ids
-        that count these: feature r * C + c is that of the token [r, c].
+        that count these.
 
-        The features have a place for each token, whether it is of an image or not, so that the
-        shape of the tokens alone decides which program reads them.
+        The features are those of whole pieces, with room for as many as C tokens a row can show, so
+        that the shape of the tokens alone decides which program reads them.
 
         Raises:
             InputError: if an image is no longer known.
@@ -217,32 +217,40 @@ class ImageTable:
             images = sorted(self._images.values(), key=lambda image: image.start)
         flat = np.array(tokens).reshape(-1)
         places = np.flatnonzero(flat >= self._reader.first_id)
-        offsets = flat[places] - self._reader.first_id
-        numbers = np.searchsorted([image.start for image in images], offsets, side="right") - 1
+        pieces, of_tokens = np.unique(
+            (flat[places] - self._reader.first_id) // self._per_piece, return_inverse=True
+        )
+        # Each piece is a run of its features; the first and the last run of a row may be cut.
+        num_rows, num_columns = tokens.shape
+        room = num_rows * (num_columns // self._per_piece + 2)
         if self._like is None:
             piece = jax.ShapeDtypeStruct((1, *self._features.piece_shape), np.float32)
             self._like = jax.eval_shape(self._features.compute, params, piece)
         features = jax.tree.map_with_path(
-            lambda path, leaf: np.zeros(_resized(path, leaf, len(flat)), leaf.dtype), self._like
+            lambda path, leaf: np.zeros(_resized(path, leaf, room * self._per_piece), leaf.dtype),
+            self._like,
         )
-        for number in np.unique(numbers):
-            image = images[number]
-            of_image = numbers == number
-            within = offsets[of_image] - image.start
-            if number < 0 or within.max() >= image.count:
+        starts = [image.start for image in images]
+        for number, piece in enumerate(pieces):
+            offset = int(piece) * self._per_piece
+            index = int(np.searchsorted(starts, offset, side="right")) - 1
+            image = images[index] if index >= 0 else None
+            if image is None or offset >= image.start + image.count:
                 raise InputError(
                     "an image of a conversation is no longer kept",
                     why=f"the last {self._most} images are",
                     fix="send fewer images at once",
                 )
-            for whole, part in zip(
+            within = np.arange(self._per_piece) + offset - image.start
+            target = np.arange(self._per_piece) + number * self._per_piece
+            for (path, whole), part in zip(
                 jax.tree.leaves_with_path(features),
                 jax.tree.leaves(self._features_of(params, image)),
                 strict=True,
             ):
-                of_tokens = part.take(within, _feature_axis(whole[0]))
-                whole[1][_at(whole[0], places[of_image])] = of_tokens
-        flat[places] = self._reader.first_id + places
+                whole[_at(path, target)] = part.take(within, _feature_axis(path))
+        feature = (flat[places] - self._reader.first_id) % self._per_piece
+        flat[places] = self._reader.first_id + of_tokens * self._per_piece + feature
         return self._features.insert(params, features), flat.reshape(tokens.shape)
 
     def _features_of(self, params: Params, image: _Image) -> Any:

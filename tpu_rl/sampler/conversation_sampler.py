@@ -141,7 +141,6 @@ class ConversationSampler:
         on_segment: Callable[[], None] | None = None,
         weights: Weights | None = None,
         whole_images: tuple[int, int] | None = None,
-        read_images: ReadImages | None = None,
         images: Images | None = None,
     ):
         """Prepare empty slots.
@@ -164,8 +163,6 @@ class ConversationSampler:
             weights: finds the weights that turns name. Without it, all turns read `params`.
             whole_images: the first id of images and the tokens of each, if tokens of an image see
                 the later ones, so that it must be read at once (`ImageReader.whole_images`).
-            read_images: finds images, for a policy that reads them. A turn may not begin right
-                after an image.
             images: those that conversations show, for a policy that reads them. A turn may not
                 begin right after an image.
 
@@ -190,7 +187,6 @@ class ConversationSampler:
         self._whole_images = whole_images
         least = 0 if whole_images is None else whole_images[1]
         self._chunks = tuple(chunk for chunk in CHUNKS if chunk >= least) or (least,)
-        self._read_images = read_images or (lambda params, tokens: (params, tokens))
         self._images = images
         self._max_length = max_length
         self._prompt_length = prompt_length
