@@ -221,6 +221,9 @@ def test_pixels_and_counts_are_those_of_transformers_processor(tmp_path):
     assert layouts == [(15,), (2,), (16,)]
     grid = qwen_vision.grid_of(pieces)
     assert grid.rows[[0, 15, 17]].tolist() == [3, 2, 4]
-    with pytest.raises(InputError, match="has no form that the model reads") as error:
-        reader.read([Image.new("RGB", (2000, 4))])
-    assert "aspect ratio" in error.value.why
+    random = np.random.default_rng(1)
+    sizes = [(24, 40), (1, 200), (200, 1), *random.integers(1, 150, (24, 2)).tolist()]
+    pictures = [Image.new("RGB", tuple(size)) for size in sizes]
+    assert reader.layouts(pictures) == reader.read(pictures)[1]
+    with pytest.raises(InputError, match="image 1 of 1 cannot be read"):
+        reader.layouts([Image.new("RGB", (2000, 4))])

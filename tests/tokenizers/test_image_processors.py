@@ -114,6 +114,31 @@ def test_pan_and_scan_is_refused(tmp_path):
         tokenizer.encode_row(row_of(["", "What?"], pictures()[:1]))
 
 
+@pytest.mark.parametrize("write", [write_gemma, write_idefics])
+def test_an_image_is_as_long_as_its_size_says(tmp_path, write):
+    write(tmp_path)
+    tokenizer, _ = reader_of(tmp_path)
+    random = np.random.default_rng(1)
+    for height, width in random.integers(1, 150, (24, 2)).tolist():
+        picture = Image.new("RGB", (width, height))
+        row = row_of(["a", "", "b"], [picture, Image.new("L", (height, width))])
+        assert tokenizer.row_length(row) == len(tokenizer.encode_row(row).ids)
+    with pytest.raises(InputError, match="there is no file"):
+        tokenizer.row_length(row_of(["", ""], ["none.png"]))
+
+
+def test_an_image_that_lies_on_its_side_has_its_sides_exchanged(tmp_path):
+    write_idefics(tmp_path)
+    tokenizer, _ = reader_of(tmp_path)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (90, 30)).save(tmp_path / "side.jpg", exif=turned)
+    row = row_of(["", ""], ["side.jpg"])
+    upright = row_of(["", ""], [Image.new("RGB", (30, 90))])
+    assert tokenizer.row_length(row) == len(tokenizer.encode_row(row).ids)
+    assert tokenizer.row_length(row) == tokenizer.row_length(upright)
+
+
 def test_tiles_are_named_row_by_row(tmp_path):
     write_idefics(tmp_path)
     _, config = reader_of(tmp_path)

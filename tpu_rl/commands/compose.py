@@ -329,7 +329,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         row_stream(context, stage, 1),
         context.config.batch.prompts,
         settings.curriculum,
-        lambda row: len(tokenizer.encode_row(row).ids) <= room,
+        lambda row: tokenizer.row_length(row) <= room,
     )
     source = _source_of(context, engine, stream, [stream.observe, *chain])
 

@@ -682,6 +682,13 @@ class VisionConfig:
         del pieces
         return None
 
+    def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
+        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
+        if self.projector != "shuffled":
+            return (self.features_per_piece,)
+        _, rows, columns = processor.get_number_of_image_patches(height, width)
+        return _tiles(rows, columns, self.features_per_piece)
+
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
         """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
@@ -789,6 +796,11 @@ class QwenVisionConfig:
         an image, and behind its last feature its longer side, in features."""
         number, rows, columns = (pieces[..., i].astype(np.int32) for i in range(3))
         return np.where(number == rows * columns - 1, np.maximum(rows, columns), 0)
+
+    def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
+        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
+        patches = processor.get_number_of_image_patches(height, width)
+        return (patches // self.merge_size**2,)
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
         """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""

@@ -89,7 +89,7 @@ def drop_misfits(
             fitting.append(index)
             continue
         with naming_row(rows, index):
-            length = len(tokenizer.encode_row(row).ids)
+            length = tokenizer.row_length(row)
         longest = max(longest, length)
         if 0 < length <= max_prompt_tokens:
             fitting.append(index)

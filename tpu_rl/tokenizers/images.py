@@ -36,6 +36,8 @@ MAX_PIXELS = 50_000_000
 MAX_BYTES = 50_000_000
 MAX_ASPECT = 200
 """The longer side over the shorter one. Processors scale the shorter side to hundreds of pixels."""
+TURNED = (5, 6, 7, 8)
+"""EXIF's orientations of images that lie on their side."""
 MAX_NESTING = 4
 """Objects around an image, such as {"image": {"bytes": ...}}."""
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF")
@@ -69,6 +71,11 @@ class Tower(Protocol):
     @property
     def is_two_way(self) -> bool:
         """True if tokens of a piece see the later ones of the same piece."""
+        ...
+
+    def layout(self, height: int, width: int, processor: Any) -> Layout:
+        """Return the tokens of an image of so many pixels, by what transformers' image processor
+        says of its size."""
         ...
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
@@ -186,17 +193,38 @@ class ImageReader:
         Raises:
             InputError: if one of them is missing, broken or too large.
         """
-        pairs = [
-            self._read(source, f"image {index + 1} of {len(sources)}")
-            for index, source in enumerate(sources)
-        ]
-        pieces, layouts = zip(*pairs, strict=True)
-        return np.concatenate(pieces), list(layouts)
+        processor = _processor(self.directory)
+        pieces = []
+        layouts = []
+        for index, image in enumerate(self.opened(sources)):
+            try:
+                read, layout = self.tower.pieces(processor(images=image, return_tensors="np"))
+            except ValueError as error:
+                raise self._formless(index, len(sources), image.size, error) from error
+            pieces.append(read)
+            layouts.append(layout)
+        return np.concatenate(pieces), layouts
 
-    def opened(self, sources: Sequence[Any]) -> list[Any]:
-        """Return images as PIL opens them. Raises InputError as `pixels`."""
+    def layouts(self, sources: Sequence[Any]) -> list[Layout]:
+        """Return the tokens of each image by its size alone: its pixels are not read.
+
+        Raises:
+            InputError: if one of them is missing, no image, or too large.
+        """
+        processor = _processor(self.directory)
+        layouts = []
+        for index, (height, width) in enumerate(self.opened(sources, _size)):
+            try:
+                layouts.append(self.tower.layout(height, width, processor))
+            except ValueError as error:
+                raise self._formless(index, len(sources), (width, height), error) from error
+        return layouts
+
+    def opened(self, sources: Sequence[Any], read: Callable[[Any], Any] | None = None) -> list[Any]:
+        """Return images as PIL opens them, or what `read` makes of each. Raises InputError as
+        `read`."""
         return [
-            opened(source, Path(self.folder), f"image {index + 1} of {len(sources)}")
+            opened(source, Path(self.folder), f"image {index + 1} of {len(sources)}", read)
             for index, source in enumerate(sources)
         ]
 
@@ -207,20 +235,19 @@ class ImageReader:
             if file.is_file():
                 (directory / name).write_bytes(file.read_bytes())
 
-    def _read(self, source: Any, place: str) -> tuple[np.ndarray, Layout]:
-        image = opened(source, Path(self.folder), place)
-        try:
-            processed = _processor(self.directory)(images=image, return_tensors="np")
-            return self.tower.pieces(processed)
-        except ValueError as error:
-            raise InputError(
-                f"{place}, {image.size[0]} x {image.size[1]} pixels, has no form that the model "
-                "reads",
-                where=f"preprocessor_config.json in {self.directory}",
-                why=str(error)[:300],
-                fix="use the preprocessor_config.json that was published with the model, or "
-                "another image",
-            ) from error
+    def _formless(
+        self, index: int, count: int, size: tuple[int, int], error: ValueError
+    ) -> InputError:
+        """Return the error for an image that the processor or the tower does not take."""
+        width, height = size
+        return InputError(
+            f"image {index + 1} of {count}, {width} x {height} pixels, has no form that the model "
+            "reads",
+            where=f"preprocessor_config.json in {self.directory}",
+            why=str(error)[:300],
+            fix="use the preprocessor_config.json that was published with the model, or another "
+            "image",
+        )
 
 
 def sources_of(row: Mapping[str, Any]) -> list[Any]:
@@ -229,8 +256,10 @@ def sources_of(row: Mapping[str, Any]) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def opened(source: Any, folder: Path, place: str) -> Any:
+def opened(source: Any, folder: Path, place: str, read: Callable[[Any], Any] | None = None) -> Any:
     """Return a PIL image of a path, a data URL, bytes, a dict with one of them, or a PIL image.
+
+    With `read`, what this function makes of the image that PIL has opened and not read.
 
     Raises:
         InputError: if it cannot be read.
@@ -238,6 +267,7 @@ def opened(source: Any, folder: Path, place: str) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     shown = repr(source)[:80]
+    read = _in_rgb if read is None else read
     try:
         for _ in range(MAX_NESTING):
             if not isinstance(source, Mapping):
@@ -245,7 +275,7 @@ def opened(source: Any, folder: Path, place: str) -> Any:
             values = (source.get(key) for key in ("bytes", "image", "url", "path"))
             source = next((value for value in values if value not in (None, b"", "")), None)
         if isinstance(source, Image.Image):
-            return _in_rgb(source)
+            return read(source)
         content = _bytes_of(source, folder)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has {len(content):,} bytes, and at most {MAX_BYTES:,} are read")
@@ -253,7 +283,7 @@ def opened(source: Any, folder: Path, place: str) -> Any:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             Image.init()
             formats = [name for name in FORMATS if name in Image.OPEN]
-            return _in_rgb(Image.open(io.BytesIO(content), formats=formats))
+            return read(Image.open(io.BytesIO(content), formats=formats))
     # Decoders of many formats raise errors of many kinds for broken files.
     except (
         *(OSError, ValueError, TypeError, SyntaxError, EOFError, MemoryError, OverflowError),
@@ -268,14 +298,22 @@ def opened(source: Any, folder: Path, place: str) -> Any:
         ) from error
 
 
-def _in_rgb(image: Any) -> Any:
-    """Return a PIL image as people see it: its first frame, turned as its EXIF data say, in RGB.
+def _size(image: Any) -> tuple[int, int]:
+    """Return height and width of a PIL image as people see it.
 
     Raises:
-        ValueError: if it is too large, or its numbers have no meaning as colors.
+        ValueError: if it is too large.
     """
-    from PIL import Image, ImageOps
+    from PIL import ExifTags
 
+    _check_size(image)
+    width, height = image.size
+    is_turned = image.getexif().get(ExifTags.Base.Orientation) in TURNED
+    return (width, height) if is_turned else (height, width)
+
+
+def _check_size(image: Any) -> None:
+    """Raise ValueError if a PIL image is too large, or one side far longer than the other."""
     width, height = image.size
     if width * height > MAX_PIXELS:  # PIL refuses only larger ones.
         raise ValueError(
@@ -286,6 +324,17 @@ def _in_rgb(image: Any) -> Any:
             f"it is {width:,} x {height:,} pixels, and one side is at most {MAX_ASPECT} times as "
             "long as the other"
         )
+
+
+def _in_rgb(image: Any) -> Any:
+    """Return a PIL image as people see it: its first frame, turned as its EXIF data say, in RGB.
+
+    Raises:
+        ValueError: if it is too large, or its numbers have no meaning as colors.
+    """
+    from PIL import Image, ImageOps
+
+    _check_size(image)
     if image.mode.startswith("I;16"):  # PIL would cut numbers above 255.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):

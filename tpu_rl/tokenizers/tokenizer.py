@@ -249,10 +249,33 @@ class Tokenizer:
         """
         ids = list(ids)
         known_weights = [0.0] * len(ids) if weights is None else list(weights)
-        sources = images.sources_of(row)
-        places = 0 if self.images is None else ids.count(self.images.token_id)
-        if not sources and not places:
+        sources = self._placed_images(row, ids)
+        if self.images is None or not sources:
             return images.TextWithImages(ids, known_weights, None)
+        pieces, layouts = self.images.read(sources)
+        expanded = self.images.expand(ids, known_weights, layouts, self._encode_control)
+        return images.TextWithImages(*expanded, pieces)
+
+    def row_length(self, row: Mapping[str, Any]) -> int:
+        """Return the number of tokens of a data row's prompt, those of its images by their sizes.
+
+        Raises:
+            InputError: as `encode_row`. Pixels are not read.
+        """
+        ids = self.encode_prompt(row["prompt"], row.get("tools"))
+        sources = self._placed_images(row, ids)
+        if self.images is None or not sources:
+            return len(ids)
+        layouts = self.images.layouts(sources)
+        weights = [0.0] * len(ids)
+        return len(self.images.expand(ids, weights, layouts, self._encode_control)[0])
+
+    def _placed_images(self, row: Mapping[str, Any], ids: Sequence[int]) -> list[Any]:
+        """Return the images of a row, for each of which its text has a place. Raises InputError."""
+        sources = images.sources_of(row)
+        places = 0 if self.images is None else list(ids).count(self.images.token_id)
+        if not sources and not places:
+            return []
         if self.images is None:
             raise InputError(
                 f"the row has {len(sources)} images, and the model reads texts only",
@@ -268,9 +291,7 @@ class Tokenizer:
                 why="the chat template leaves images out, or the text has stray marks (U+FFFC)",
                 fix="use the model's own chat template, and one place for each image",
             )
-        pieces, layouts = self.images.read(sources)
-        expanded = self.images.expand(ids, known_weights, layouts, self._encode_control)
-        return images.TextWithImages(*expanded, pieces)
+        return sources
 
     def _encode_control(self, text: str) -> list[int]:
         """Return the ids of a text in which control tokens are recognized."""
