@@ -50,9 +50,9 @@ EXTRAS = {
     ],
     # The documentation site, mkdocs.yml.
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2"],
-    # Parity with transformers' torch models; the quick tests skip those cases where torch is
-    # absent.
-    "parity": ["torch==2.13.0"],
+    # Parity with the torch models of transformers and PEFT; the quick tests skip those cases where
+    # torch is absent.
+    "parity": ["torch==2.13.0", "peft==0.21.2"],
 }
 
 
