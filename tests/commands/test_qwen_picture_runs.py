@@ -15,12 +15,18 @@ from tpu_rl.commands import roles, run
 
 def write_inputs(folder, family):
     """Write a model of the family without weights, rows with 0 to 2 images each, and a reward."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(roles.model_path("builtin:pictures")) / name, folder / name)
-    tokens = {"image_token_id": 4, "vision_start_token_id": 44, "vision_end_token_id": 45}
+    source = Path(roles.model_path("builtin:pictures"))
+    shutil.copy(source / "tokenizer_config.json", folder)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    size = len(tokenizer["model"]["vocab"])
+    for number, name in enumerate(("<|vision_start|>", "<|vision_end|>")):
+        last = tokenizer["added_tokens"][-1]
+        tokenizer["added_tokens"].append(last | {"id": size + number, "content": name})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokens = {"image_token_id": 4, "vision_start_token_id": size, "vision_end_token_id": size + 1}
     config = config_of(family, **tokens, tie_word_embeddings=True)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config["text_config"] = config["text_config"] | {"vocab_size": 46, **ends}
+    config["text_config"] = config["text_config"] | {"vocab_size": size + 2, **ends}
     (folder / "config.json").write_text(json.dumps(config))
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
     processor |= {"min_pixels": 64, "max_pixels": 2048}
