@@ -35,9 +35,12 @@ def talk(speakers, text, monkeypatch, **flags):
 def test_messages_are_answered_until_the_input_ends(speaker, monkeypatch, capsys):
     asked = []
     encode = speaker._account.history.encode
-    monkeypatch.setattr(
-        speaker._account.history, "encode", lambda m, t: asked.append(m) or encode(m, t)
-    )
+
+    def observed(messages, *others):
+        asked.append(messages)
+        return encode(messages, *others)
+
+    monkeypatch.setattr(speaker._account.history, "encode", observed)
     talk([speaker], "hello\nmore\n/system be brief\nhello\n/reset\nhello\n", monkeypatch)
     assert capsys.readouterr().out.split() == ["yes"] * 4
     said = ["user", "assistant", "user"]

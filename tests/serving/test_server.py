@@ -182,10 +182,14 @@ BAD_REQUESTS = {
     "two answers": (CHAT, HELLO | {"n": 2}, {}, 400, "n = 2"),
     "picture": (
         CHAT,
-        {"messages": [user([{"type": "image_url", "image_url": {}}])]},
+        {
+            "messages": [
+                user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}])
+            ]
+        },
         {},
         400,
-        "no text",
+        "texts only",
     ),
     "too long": (CHAT, {"messages": [user("a" * 200)]}, {}, 400, "at most 120"),
     "unknown id": ("/inference/v1/generate", {"token_ids": [999]}, {}, 400, "999"),
