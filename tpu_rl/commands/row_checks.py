@@ -20,6 +20,7 @@ from tpu_rl import data
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.commands.config import ExperimentConfig, FileData
 from tpu_rl.data import Row
+from tpu_rl.data.images import UNREAD_TAG, unnamed_pictures
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
@@ -87,11 +88,16 @@ def note_reading(
     used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
     used |= COLUMNS_OF_SOURCE.get(spec.source, set())
     used |= {name.partition("=")[2] for name in files.columns}
-    used |= {"images", "image"} if tokenizer.images is not None else set()
+    if tokenizer.images is not None and isinstance(rows[0].get("images"), list):
+        used.add("images")
+    prompt = rows[0].get("prompt")
+    if isinstance(prompt, list) and prompt == (rows[0].get("messages") or [])[: len(prompt)]:
+        used.add("messages")  # They were split.
     if "messages" in spec.columns and "messages" not in rows[0]:
         used |= {"prompt", "completion", "text"}
     if _reads_all_columns(config) or files.format != "plain":
         used |= set(others) - MEDIA_COLUMNS
+    used |= {column for column in MEDIA_COLUMNS if _is_empty(rows[0].get(column))}
     unused = [column for column in others if column not in used]
     if unused:
         notes.append(f"columns that nothing reads: {', '.join(unused)}")
@@ -122,6 +128,10 @@ def _reads_all_columns(config: ExperimentConfig) -> bool:
     return bool(config.reward or config.evaluation_rewards or config.environment or config.agent)
 
 
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | None) and not value
+
+
 def _is_chat(row: Row, tokenizer: Tokenizer) -> bool:
     prompt = row.get("messages", row.get("prompt"))
     return isinstance(prompt, list) or tokenizer.wraps(prompt)
@@ -144,6 +154,11 @@ def _check_rows(
     num_unknown = 0
     num_repeating_tools = 0
     num_spelling = 0
+    tags: Counter[str] = Counter()
+    pictures: Counter[str] = Counter()
+    named = getattr(config.data, "columns", ())
+    read = {name.partition("=")[2] for name in named}
+    reads_pictures = bool(config.environment or config.agent)
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
     num_rendered = min(len(rows), MAX_RENDERED_ROWS)
@@ -163,6 +178,8 @@ def _check_rows(
                 hidden.update(_unshown(row, tokenizer))
                 num_repeating_tools += _repeats_tools(row)
                 num_spelling += _spells(row, spec.columns, markers)
+                tags.update(_unread_tags(row, spec.columns) if tokenizer.images else ())
+                pictures.update(() if reads_pictures else {*unnamed_pictures(row)} - read)
         if tokenizer.thought_opening:
             num_without_thought += _lacks_thought(row)
     warnings = []
@@ -180,15 +197,27 @@ def _check_rows(
             " of the rows"
         )
     if hidden:
-        counts = ", ".join(f"{name} ({count})" for name, count in sorted(hidden.items()))
         warnings.append(
-            f"the chat template does not show all that the rows hold: {counts} of {num_rendered} "
-            "rows; give a template that shows it (--tokenizer.chat-template FILE), or drop it"
+            "the chat template does not show all that the rows hold: "
+            f"{_counts(hidden)} of {num_rendered} rows; give a template that shows "
+            "it (--tokenizer.chat-template FILE), or drop it"
         )
     if num_spelling:
         warnings.append(
             f"{num_spelling} of {num_rendered} rows spell control tokens, which the model reads as "
             "ordinary text: only the chat template writes control tokens"
+        )
+    if tags:
+        warnings.append(
+            f"the model reads tags of images as letters: {_counts(tags)} of {num_rendered} rows; in"
+            " a row with a column `images`, write <image> where each of them stands"
+        )
+    if pictures:
+        name = next(iter(pictures))
+        warnings.append(
+            f"columns look like pictures, and nothing shows them to the model: {_counts(pictures)} "
+            f"of {num_rendered} rows; name one, --data.columns images={name}, or write a list "
+            "`images`"
         )
     if num_without_thought:
         warnings.append(
@@ -198,6 +227,17 @@ def _check_rows(
             "(--tokenizer.template-kwargs, --tokenizer.chat-template)"
         )
     return warnings
+
+
+def _counts(names: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in sorted(names.items()))
+
+
+def _unread_tags(row: Row, columns: Sequence[str]) -> set[str]:
+    """Return the tags of images in a row's texts that are none for the model."""
+    names = ("messages", "prompt", "completion") if "messages" in columns else columns
+    texts = [text for name in names for text in conversations.strings(row.get(name))]
+    return {tag[0][:40] for text in texts for tag in UNREAD_TAG.finditer(text)}
 
 
 def _encoder(

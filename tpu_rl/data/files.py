@@ -717,13 +717,14 @@ def warnings(
         if row.get("prompt"):
             text = _text(row["prompt"])
             num_blank += not text.strip()
-            prompts.append(hash(text))
-        # As `_model_input`.
-        inputs.append(hash(text))
+        # As `_input_hash`.
+        inputs.append(_with_images(text, row))
+        if row.get("prompt"):
+            prompts.append(inputs[-1])
     num_duplicates = len(prompts) - len(np.unique(np.array(prompts)))
     if is_compared or num_duplicates <= max_duplicate_share * len(rows):
         num_duplicates = 0
-    held_out_inputs = [hash(_model_input(row)) for row in held_out]
+    held_out_inputs = [_input_hash(row) for row in held_out]
     num_known = int(np.isin(held_out_inputs, np.array(inputs)).sum())
     counts = (
         (num_nul, "rows hold the character NUL"),
@@ -765,9 +766,22 @@ def _repeats_prompt(row: Row) -> bool:
     return bool(prompt) and all(answer.startswith(prompt) for answer in answers)
 
 
-def _model_input(row: Row) -> str:
-    """Return the prompt, or all messages of a conversation without a prompt."""
-    return _text(row["prompt"]) if row.get("prompt") else _all_text(row)
+def _input_hash(row: Row) -> int:
+    """Return a hash of the prompt, or of a conversation without a prompt, with its images."""
+    return _with_images(_text(row["prompt"]) if row.get("prompt") else _all_text(row), row)
+
+
+def _with_images(text: str, row: Row) -> int:
+    """Return a hash of a text and the row's images."""
+    images = row.get("images")
+    return hash((text, *map(_fingerprint, images))) if isinstance(images, list) else hash(text)
+
+
+def _fingerprint(image: Any) -> Any:
+    """Return a value that is the same for the same file."""
+    if isinstance(image, dict):
+        return tuple(map(_fingerprint, image.values()))
+    return image if isinstance(image, str | bytes) else repr(image)
 
 
 def _all_text(row: Row) -> str:

@@ -48,6 +48,14 @@ IMAGE_MARK = "\ufffc"
 """The object replacement character: an image in a text."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of the parts of a message that are images."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts that are texts."""
+
+
+def is_image_part(part: Any) -> bool:
+    """Return True if a part of a message is an image. Qwen's parts may have no type."""
+    is_part = isinstance(part, dict)
+    return is_part and part.get("type", "image" if "image" in part else "") in IMAGE_PARTS
 
 
 def canonical(value: Any, place: str) -> Any:
@@ -141,10 +149,10 @@ def _text(content: Any, place: str) -> str:
     texts = []
     for part in content:
         text = part
-        if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text"):
-            text = part.get("text")
-        elif isinstance(part, dict) and part["type"] in IMAGE_PARTS:
+        if is_image_part(part):
             text = IMAGE_MARK
+        elif isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
+            text = part.get("text")
         if not isinstance(text, str):
             raise ValueError(f"{place} has a part that is no text: {_shown(part)}")
         texts.append(text)

@@ -94,7 +94,9 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
                     f"{', '.join(row)}"
                 )
             value = value[key]
-        row = row | {column: value}
+        # A name of a file that the user names is no name of a container.
+        is_file = column in images.COLUMNS and isinstance(value, str) and value
+        row = row | {column: [value] if is_file else value}
     return row
 
 
@@ -426,6 +428,14 @@ def _alpaca(row: Row) -> Row:
     return {"prompt": prompt} | ({"completion": answer} if has_answer else {})
 
 
+def _query(row: Row) -> Row:
+    """Return a query after its history, and the response or a pair of responses."""
+    columns = _alpaca({"instruction": row["query"], "history": row.get("history")})
+    if "rejected_response" not in row:
+        return columns | ({} if "completion" in row else {"completion": row["response"]})
+    return columns | {"chosen": row["response"], "rejected": row["rejected_response"]}
+
+
 def _function_calls(row: Row) -> Row:
     """Return a query and the calls that answer it."""
     calls = [{"role": "function_call", "content": row["answers"]}]
@@ -538,7 +548,7 @@ def _refuse_media(row: Row) -> None:
     """Raise ValueError if the row is about a video or a sound."""
     for kind in MEDIA:
         for column in (kind, f"{kind}s"):
-            if images.has_file(row, column, f"<{kind}>"):
+            if images.has_file(row, column, kind):
                 raise ValueError(
                     f"the row has a file in `{column}`, and models of this library read texts and "
                     "images only"
@@ -568,7 +578,21 @@ def _pairs(name: str, column: str, absent: tuple[str, ...]) -> Shape:
     )
 
 
+_OBJECT_MARK = re.compile("<bbox>|<ref-object>")
+
+
 SHAPES = (
+    Shape(
+        "ms-swift's marks of objects in texts",
+        ("objects",),
+        lambda row: (
+            bool(row.get("objects")) and _OBJECT_MARK.search(str([*row.values()])) is not None
+        ),
+        _refuse(
+            "<bbox> and <ref-object> in the texts stand for the column `objects`, which is not "
+            "read: write the coordinates and the names into the texts"
+        ),
+    ),
     Shape(
         "ShareGPT's conversations",
         ("conversations", "conversation"),
@@ -593,6 +617,15 @@ SHAPES = (
         ("instruction", "input", "context", "output", "response", "history"),
         lambda row: "instruction" in row and _lacks(row, "messages", "prompt"),
         _alpaca,
+    ),
+    Shape(
+        "ms-swift's query, response and history",
+        ("query", "response", "history", "rejected_response"),
+        lambda row: (
+            all(isinstance(row.get(name), str) for name in ("query", "response"))
+            and _lacks(row, "messages", "prompt")
+        ),
+        _query,
     ),
     Shape(
         "dialogues of Human and Assistant as texts, as in HH-RLHF",

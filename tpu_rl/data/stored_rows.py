@@ -186,7 +186,13 @@ def require_plain(row: Mapping[str, Any], where: str) -> None:
                 fix="give a number, or drop the row",
             )
     try:
-        size = len(json.dumps(dict(row), ensure_ascii=False, default=repr).encode("utf-8"))
+        # The bytes of pictures are no text; `tokenizers.images` limits them.
+        text = json.dumps(
+            dict(row),
+            ensure_ascii=False,
+            default=lambda value: "" if isinstance(value, bytes) else repr(value),
+        )
+        size = len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise half_a_character(error, where) from error
     if size > MAX_ROW_BYTES:

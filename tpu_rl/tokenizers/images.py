@@ -165,8 +165,14 @@ class ImageReader:
         return [
             self.token_id if token_id >= self.first_id else token_id
             for token_id, last in zip(ids, before, strict=False)
-            if token_id < self.first_id or last < self.first_id
+            if token_id < self.first_id or last < self.first_id or self._begins(token_id)
         ]
+
+    def _begins(self, token_id: int) -> bool:
+        """Return True if a feature is the first of its piece. Pieces of one feature tell nothing:
+        control tokens part such images."""
+        size = self.tower.features_per_piece
+        return size > 1 and (token_id - self.first_id) % size == 0
 
     def rendered(self, text: str) -> str:
         """Return a rendered text with what stands for images in place of `MARK` and `written`.
@@ -364,7 +370,7 @@ def _bytes_of(source: Any, folder: Path) -> bytes:
     path = Path(source.removeprefix("file://")).expanduser()
     path = path if path.is_absolute() else folder / path
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"there is no file {path}; relative paths start from the data's folder")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"the file has {path.stat().st_size:,} bytes")
     return path.read_bytes()

@@ -312,9 +312,9 @@ class Tokenizer:
     def wraps(self, prompt: Any) -> bool:
         """Return True if a prompt is a text that becomes the user's message of a conversation.
 
-        The empty prompt of a text that is learned as a whole does not.
+        The prompt of a text that is learned as a whole does not: it is empty, or images.
         """
-        return self.chat.wraps_prompts and isinstance(prompt, str) and bool(prompt)
+        return self.chat.wraps_prompts and isinstance(prompt, str) and bool(prompt.strip(MARK))
 
     def encode_demonstration(
         self, messages: list[Message], num_given: int = 0, tools: Tools | None = None
