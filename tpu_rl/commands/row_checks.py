@@ -42,6 +42,8 @@ COLUMNS_OF_SOURCE = {
     "step_labels": {"ended"},
 }
 """The same, by the source of experience."""
+CHOICE_COLUMNS = ("choices", "options")
+"""Columns with the choices of a question. A prompt has to show them."""
 MEDIA_COLUMNS = {"images", "image", "videos", "video", "audios", "audio"}
 """Columns that nothing reads, and without which a prompt means something else."""
 
@@ -154,6 +156,7 @@ def _check_rows(
     num_unknown = 0
     num_repeating_tools = 0
     num_spelling = 0
+    num_hiding_choices = 0
     tags: Counter[str] = Counter()
     pictures: Counter[str] = Counter()
     named = getattr(config.data, "columns", ())
@@ -178,6 +181,7 @@ def _check_rows(
                 hidden.update(_unshown(row, tokenizer))
                 num_repeating_tools += _repeats_tools(row)
                 num_spelling += _spells(row, spec.columns, markers)
+                num_hiding_choices += _hides_choices(row)
                 tags.update(_unread_tags(row, spec.columns) if tokenizer.images else ())
                 pictures.update(() if reads_pictures else {*unnamed_pictures(row)} - read)
         if tokenizer.thought_opening:
@@ -206,6 +210,11 @@ def _check_rows(
         warnings.append(
             f"{num_spelling} of {num_rendered} rows spell control tokens, which the model reads as "
             "ordinary text: only the chat template writes control tokens"
+        )
+    if num_hiding_choices:
+        warnings.append(
+            f"{num_hiding_choices} of {num_rendered} rows have choices that their prompt does not "
+            'show: write them into it, as in "Which? (A) red (B) blue", and `answer` as a letter'
         )
     if tags:
         warnings.append(
@@ -238,6 +247,14 @@ def _unread_tags(row: Row, columns: Sequence[str]) -> set[str]:
     names = ("messages", "prompt", "completion") if "messages" in columns else columns
     texts = [text for name in names for text in conversations.strings(row.get(name))]
     return {tag[0][:40] for text in texts for tag in UNREAD_TAG.finditer(text)}
+
+
+def _hides_choices(row: Row) -> bool:
+    """Return True if the row has a list of choices, and its texts show none of them."""
+    choices = next((row[name] for name in CHOICE_COLUMNS if isinstance(row.get(name), list)), [])
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    shown = "".join(conversations.strings([row.get("prompt"), row.get("messages")]))
+    return bool(texts) and not any(text in shown for text in texts)
 
 
 def _encoder(

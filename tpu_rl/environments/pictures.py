@@ -128,7 +128,7 @@ def correct(
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         found = re.findall(rf"\d+(?:,\d+)?|{'|'.join(SHAPES)}", text_of(completion))
-        rewards.append(float(bool(found) and found[-1] == right))
+        rewards.append(float(bool(found) and found[-1] == str(right)))
     return rewards
 
 

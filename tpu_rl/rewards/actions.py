@@ -133,7 +133,9 @@ def _numbers(found: Sequence[Any]) -> Any:
 def _box(value: Any) -> Box:
     left, top, right, bottom = _numbers(spans.value_of(value) if isinstance(value, str) else value)
     if not (left <= right and top <= bottom) or not all(map(math.isfinite, (left, top))):
-        raise ValueError("its right or bottom is before its left or top")
+        raise ValueError(
+            "its right or bottom is before its left or top (COCO writes width and height)"
+        )
     return left, top, right, bottom
 
 

@@ -22,7 +22,10 @@ def right_letter(
     del prompts
     truths = [_TRUTH.fullmatch(str(text).strip()) for text in answer]
     if None in truths:
-        raise ValueError(f"the ground truth {shorten(answer[truths.index(None)])} is no letter")
+        raise ValueError(
+            f"the ground truth {shorten(answer[truths.index(None)])} is no letter: "
+            "write A for the first choice"
+        )
     letters = [read_letter(text_of(completion)) for completion in completions]
     return [
         float(truth is not None and letter == truth[1].upper())
