@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.fixtures.picture_model import picture_tokenizer
 from tpu_rl import tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import finish, preflight, roles, row_checks
@@ -79,3 +80,17 @@ def test_a_run_that_learned_nothing_fails(tmp_path, rows, reason):
             finish.require_learned(tmp_path)
     else:
         finish.require_learned(tmp_path)
+
+
+def test_pictures_tags_and_choices_that_the_model_does_not_see_are_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "<image>which one?", "image_path": "a.png", "choices": ["red", "blue"]}
+    file.write_text(json.dumps(row | {"answer": "A"}))
+    flags = ["--model.path", "builtin:pictures", "--data.path", str(file), "--reward", "choice"]
+    hiding, tags, pictures = row_checks.check(
+        configuration.parse(["grpo", *flags]), picture_tokenizer(), 46
+    )[-3:]
+    assert "1 of 1 rows have choices that their prompt does not show" in hiding
+    assert "the model reads tags of images as letters: <image> (1) of 1 rows" in tags
+    assert "image_path (1) of 1 rows" in pictures
+    assert "--data.columns images=image_path" in pictures

@@ -54,6 +54,12 @@ def test_a_prompt_has_ids_of_features_and_decodes_to_one_mark(tokenizer):
     assert ids == [*tokenizer.prefix_ids, a, *first, b, *second]
     assert tokenizer.decode(ids) == "ab"
     assert tokenizer.decode(ids, skip_special=False).endswith("a<image>b<image>")
+    assert (
+        tokenizer.decode(tokenizer.encode_row(row | {"prompt": MARK * 2}).ids, False).count(
+            "<image>"
+        )
+        == 2
+    )
     # A text that merely spells the token of images is a text.
     assert max(tokenizer.encode_prompt("<image>")) < FIRST
 
