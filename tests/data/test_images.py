@@ -1,5 +1,7 @@
 """Rows with images in the forms that people publish."""
 
+import json
+
 import pytest
 
 from tpu_rl.data import files, images, shapes, stored_rows
@@ -75,7 +77,23 @@ ANSWER = {"role": "assistant", "content": "a cat"}
             ["file:///c.png"],
             f"{MARK}what?",
         ),
-        # Qwen's, Gemma's and Llama's tokens, and ms-swift's queries.
+        # Ollama's and the Cauldron's, and parts under ShareGPT's name.
+        (
+            {"messages": [{"role": "user", "content": "what?", "images": ["a.png"]}, ANSWER]},
+            ["a.png"],
+            f"{MARK}what?",
+        ),
+        (
+            {"images": [PNG], "texts": [{"user": "what?", "assistant": "a cat", "source": "x"}]},
+            [PNG],
+            f"{MARK}what?",
+        ),
+        (
+            {"conversations": [user({"type": "image", "data": "iVBO"}, TEXT), ANSWER]},
+            ["data:;base64,iVBO"],
+            f"{MARK}what?",
+        ),
+        # Qwen's and Llama's tokens.
         (
             {
                 "images": [PNG, PNG],
@@ -219,3 +237,20 @@ def test_a_picture_is_no_long_text_and_part_of_its_prompt():
     rows = [{"prompt": "what?", "images": [{"bytes": bytes([i % 2])}]} for i in range(3)]
     assert files.warnings(rows[:2], []) == []
     assert files.warnings(rows, rows[:1])[0] == "1 prompts repeat earlier ones"
+
+
+def test_messages_as_text_have_images_in_their_parts():
+    row = {"message": json.dumps([user({"type": "image", "image": "a.png"}, TEXT)])}
+    normal = shapes.normalize(row, ("prompt",), ("prompt=message",))
+    assert normal["images"] == ["a.png"]
+    assert normal["prompt"] == [{"role": "user", "content": f"{MARK}what?"}]
+
+
+def test_names_of_columns_reach_into_lists():
+    row = {"prompt": "what?", "answers": ["red", {"text": "blue"}]}
+    names = ("first=answers.0", "last=answers.-1.text")
+    normal = shapes.normalize(row, ("prompt",), names)
+    assert (normal["first"], normal["last"]) == ("red", "blue")
+    for name in ("answer=answers.2", "answer=answers.red", "answer=prompt.0"):
+        with pytest.raises(ValueError, match="there is no column"):
+            shapes.normalize(row, ("prompt",), (name,))

@@ -89,7 +89,7 @@ def note_reading(
     others = sorted(set(getattr(rows, "columns", ())) & set(rows[0]))
     used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
     used |= COLUMNS_OF_SOURCE.get(spec.source, set())
-    used |= {name.partition("=")[2] for name in files.columns}
+    used |= _sources(files.columns)
     if tokenizer.images is not None and isinstance(rows[0].get("images"), list):
         used.add("images")
     prompt = rows[0].get("prompt")
@@ -130,6 +130,12 @@ def _reads_all_columns(config: ExperimentConfig) -> bool:
     return bool(config.reward or config.evaluation_rewards or config.environment or config.agent)
 
 
+def _sources(names: Sequence[str]) -> set[str]:
+    """Return the columns that names, NAME=COLUMN or NAME=COLUMN.KEY, are read from."""
+    sources = {name.partition("=")[2] for name in names}
+    return sources | {source.partition(".")[0] for source in sources}
+
+
 def _is_empty(value: Any) -> bool:
     return isinstance(value, list | None) and not value
 
@@ -159,8 +165,7 @@ def _check_rows(
     num_hiding_choices = 0
     tags: Counter[str] = Counter()
     pictures: Counter[str] = Counter()
-    named = getattr(config.data, "columns", ())
-    read = {name.partition("=")[2] for name in named}
+    read = _sources(getattr(config.data, "columns", ()))
     reads_pictures = bool(config.environment or config.agent)
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)

@@ -27,7 +27,9 @@ UNREAD_TAG = re.compile(
 """Tags that are letters for the model, where they stand in the texts of a normalized row."""
 TEXT_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns in which images may stand."""
-CONTENT_KEYS = ("image", "image_url", "url", "path", "base64", "source")
+PART_COLUMNS = (*TEXT_COLUMNS, "conversations", "conversation", "rejected_messages")
+"""Columns of published rows whose messages may have parts."""
+CONTENT_KEYS = ("image", "image_url", "url", "path", "source", *("base64", "data"))
 """Keys of a part of a message that may hold the image itself."""
 SUFFIXES = {
     "image": (*(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), ".avif"),
@@ -66,6 +68,11 @@ def collected(row: Row) -> Row:
     Raises:
         ValueError: if images are both in a column and in the parts of messages, or missing.
     """
+    row = row | {
+        name: [_with_parts(message) for message in row[name]]
+        for name in PART_COLUMNS
+        if isinstance(row.get(name), list)
+    }
     columns = [name for name in COLUMNS if has_file(row, name)]
     parts = _image_parts(row)
     num_parts = sum(map(len, parts))
@@ -98,10 +105,7 @@ def collected(row: Row) -> Row:
     rejected = row.get("rejected_images")
     if rejected and rejected != images:
         raise ValueError("`rejected_images` are others: both answers of a pair see the same images")
-    images = [
-        f"data:;base64,{image}" if isinstance(image, str) and _is_base64(image) else image
-        for image in images
-    ]
+    images = [_with_scheme(image) for image in images]
     return {name: value for name, value in row.items() if name not in columns} | {"images": images}
 
 
@@ -150,6 +154,11 @@ def _is_base64(text: str) -> bool:
     return text.startswith(BASE64_HEADS) and len(text) > 64
 
 
+def _with_scheme(image: Any) -> Any:
+    is_base64 = isinstance(image, str) and _is_base64(image)
+    return f"data:;base64,{image}" if is_base64 else image
+
+
 def _is_missing(value: Any) -> bool:
     """Return True for nothing, and for an object of Arrow without a file."""
     if isinstance(value, Mapping):
@@ -172,10 +181,20 @@ def _is_picture(value: Any) -> bool:
     return is_file or value.startswith("data:image/") or _is_base64(value)
 
 
+def _with_parts(message: Any) -> Any:
+    """Return a message whose own list of images, as in Ollama's, are its first parts."""
+    images = message.get("images") if isinstance(message, dict) else None
+    if not isinstance(images, list) or not images or not isinstance(message.get("content"), str):
+        return message
+    parts = [{"type": "image", "image": image} for image in images]
+    others = {key: value for key, value in message.items() if key != "images"}
+    return others | {"content": [*parts, {"type": "text", "text": message["content"]}]}
+
+
 def _image_parts(row: Row) -> list[list[Mapping[str, Any]]]:
     """Return the parts that are images of each column with messages."""
     parts = []
-    for name in TEXT_COLUMNS:
+    for name in PART_COLUMNS:
         messages = row.get(name)
         of_column = []
         for message in messages if isinstance(messages, list) else []:
@@ -197,7 +216,7 @@ def _joined(images: list[list[Any]]) -> list[Any]:
         shared = min(len(joined), len(of_column))
         is_repeated = bool(shared) and of_column[:shared] == joined[:shared]
         joined = max(joined, of_column, key=len) if is_repeated else joined + of_column
-    return joined
+    return [*map(_with_scheme, joined)]
 
 
 def _content(part: Mapping[str, Any]) -> Any:
@@ -209,7 +228,7 @@ def _content(part: Mapping[str, Any]) -> Any:
     # Anthropic's.
     is_base64 = isinstance(value, Mapping) and isinstance(value.get("data"), str)
     value = value["data"] if is_base64 else value
-    return f"data:;base64,{value}" if is_base64 or key == "base64" else value
+    return f"data:;base64,{value}" if is_base64 or key in ("base64", "data") else value
 
 
 def _with_marks(value: Any) -> Any:

@@ -24,6 +24,8 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns that may hold the text of a system message."""
 EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
+ROLES = ("user", "assistant")
+"""Roles of texts in turn."""
 MEDIA = ("video", "audio")
 """Kinds of content that no model reads. Columns have these names or their plurals."""
 
@@ -57,9 +59,9 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     """
     row = renamed(row, names)
     _refuse_media(row)
-    row = images.collected(row)
     texts = [name for name in MESSAGE_COLUMNS if isinstance(row.get(name), str)]
     row = row | {name: message_forms.parsed_list(row[name]) for name in texts}
+    row = images.collected(row)
     shape = shape_of(row)
     if shape is not None:
         others = {name: value for name, value in row.items() if name not in shape.replaced}
@@ -77,7 +79,8 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
 def renamed(row: Row, names: Sequence[str]) -> Row:
     """Return the row with columns by other names, NAME=COLUMN, beside their own.
 
-    Points reach into objects: `answer=reward_model.ground_truth`.
+    Points reach into objects and lists: `answer=reward_model.ground_truth`, `answer=answers.0`,
+    `answer=conversations.-1.value`.
 
     Raises:
         ValueError: if a name has another form, or there is no such column.
@@ -88,12 +91,14 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
             raise ValueError(f"--data.columns {name} is not of the form NAME=COLUMN")
         value: Any = row
         for key in [source] if source in row else source.split("."):
-            if not isinstance(value, dict) or key not in value:
+            is_number = isinstance(value, list) and re.fullmatch("-?[0-9]+", key) is not None
+            try:
+                value = value[int(key) if is_number else key]
+            except (LookupError, TypeError) as error:
                 raise ValueError(
                     f"--data.columns {name}: there is no column `{source}`; there are "
                     f"{', '.join(row)}"
-                )
-            value = value[key]
+                ) from error
         # A name of a file that the user names is no name of a container.
         is_file = column in images.COLUMNS and isinstance(value, str) and value
         row = row | {column: [value] if is_file else value}
@@ -513,8 +518,7 @@ def _marked_steps(row: Row) -> Row:
 
 def _in_turn(texts: Sequence[Any]) -> list[message_forms.Message]:
     """Return texts of the user and the assistant in turn as messages."""
-    roles = ("user", "assistant")
-    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+    return [{"role": ROLES[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 def _rejected_answer(row: Row) -> Row:
@@ -662,6 +666,17 @@ SHAPES = (
             and _lacks(row, "messages", "prompt")
         ),
         lambda row: {"messages": _in_turn(row["data"])},
+    ),
+    Shape(
+        "the Cauldron's and FineVision's texts",
+        ("texts",),
+        lambda row: (
+            isinstance(row.get("texts"), list)
+            and bool(row["texts"])
+            and all(isinstance(turn, dict) and {*ROLES} <= turn.keys() for turn in row["texts"])
+            and _lacks(row, "messages", "prompt")
+        ),
+        lambda row: {"messages": _in_turn([turn[name] for turn in row["texts"] for name in ROLES])},
     ),
     Shape(
         "ms-swift's messages with a rejected answer",
