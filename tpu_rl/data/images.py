@@ -226,9 +226,9 @@ def _content(part: Mapping[str, Any]) -> Any:
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
     # Anthropic's.
-    is_base64 = isinstance(value, Mapping) and isinstance(value.get("data"), str)
-    value = value["data"] if is_base64 else value
-    return f"data:;base64,{value}" if is_base64 or key in ("base64", "data") else value
+    if isinstance(value, Mapping) and isinstance(value.get("data"), str):
+        return f"data:;base64,{value['data']}"
+    return f"data:;base64,{value}" if key in ("base64", "data") else value
 
 
 def _with_marks(value: Any) -> Any:

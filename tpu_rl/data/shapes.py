@@ -92,8 +92,9 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
         value: Any = row
         for key in [source] if source in row else source.split("."):
             is_number = isinstance(value, list) and re.fullmatch("-?[0-9]+", key) is not None
+            place: Any = int(key) if is_number else key
             try:
-                value = value[int(key) if is_number else key]
+                value = value[place]
             except (LookupError, TypeError) as error:
                 raise ValueError(
                     f"--data.columns {name}: there is no column `{source}`; there are "
