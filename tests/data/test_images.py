@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from PIL import Image
 
-from tpu_rl.data import files, images, shapes, stored_rows
+from tpu_rl.data import files, images, row_stream, shapes, stored_rows
 from tpu_rl.data.messages import IMAGE_MARK as MARK
 
 PNG = b"\x89PNG"
@@ -254,3 +255,9 @@ def test_names_of_columns_reach_into_lists():
     for name in ("answer=answers.2", "answer=answers.red", "answer=prompt.0"):
         with pytest.raises(ValueError, match="there is no column"):
             shapes.normalize(row, ("prompt",), (name,))
+
+
+def test_a_pil_image_has_the_digest_of_its_pixels():
+    made = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
+    digests = [row_stream.row_digest({"images": [image]}) for image in made]
+    assert digests[0] == digests[1] != digests[2]

@@ -147,7 +147,8 @@ def placed(row: Row) -> Row:
 def _is_name(text: str, kind: str) -> bool:
     """Return True if a text looks like the name, the URL or the content of a file."""
     is_url = re.match(r"data:[\w/]*[;,]|file:|https?:", text) is not None
-    return is_url or text.lower().endswith(SUFFIXES[kind]) or _is_base64(text)
+    is_image = kind == "image" and (is_url or _is_base64(text))
+    return is_image or text.lower().endswith(SUFFIXES[kind])
 
 
 def _is_base64(text: str) -> bool:

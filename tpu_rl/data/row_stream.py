@@ -63,7 +63,14 @@ def _short_hash(text: bytes) -> Any:
     return hashlib.blake2b(text, digest_size=8)
 
 
-_encoder = json.JSONEncoder(sort_keys=True, default=repr)
+def _of_content(value: Any) -> str:
+    """Return a text that is the same for the same value in another process, also for PIL images."""
+    if not hasattr(value, "getbands"):
+        return repr(value)
+    return f"{value.mode} {value.size} {_short_hash(value.tobytes()).hexdigest()}"
+
+
+_encoder = json.JSONEncoder(sort_keys=True, default=_of_content)
 
 
 def _as_json(row: Row) -> bytes:
