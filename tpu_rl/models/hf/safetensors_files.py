@@ -145,7 +145,8 @@ def _find_files(directory: Path) -> list[Path]:
     raise InputError(
         "no safetensors file in the model directory",
         where=str(directory),
-        fix="download the model again, with its weights",
+        fix="download the model again, with its weights; to begin from random ones, give "
+        "--model.random-init",
     )
 
 
