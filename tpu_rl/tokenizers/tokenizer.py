@@ -288,7 +288,7 @@ class Tokenizer:
             raise InputError(
                 f"the row has {len(sources)} images, and its text {places} places for them",
                 where=f"column `images`; {self.images.literal}",
-                why="the chat template leaves images out, an image stands inside of a plain answer, "
+                why="the chat template leaves images out, one stands inside of a plain answer, "
                 "or the text has stray marks (U+FFFC)",
                 fix="use the model's own chat template, and one place for each image",
             )
