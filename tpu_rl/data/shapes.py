@@ -583,16 +583,16 @@ def _pairs(name: str, column: str, absent: tuple[str, ...]) -> Shape:
     )
 
 
-_OBJECT_MARK = re.compile("<bbox>|<ref-object>")
+def _marks_objects(row: Row) -> bool:
+    text = str([value for name, value in row.items() if name not in images.COLUMNS])
+    return "<bbox>" in text or "<ref-object>" in text
 
 
 SHAPES = (
     Shape(
         "ms-swift's marks of objects in texts",
         ("objects",),
-        lambda row: (
-            bool(row.get("objects")) and _OBJECT_MARK.search(str([*row.values()])) is not None
-        ),
+        lambda row: bool(row.get("objects")) and _marks_objects(row),
         _refuse(
             "<bbox> and <ref-object> in the texts stand for the column `objects`, which is not "
             "read: write the coordinates and the names into the texts"
