@@ -76,7 +76,10 @@ def test_texts_come_in_the_order_of_steps(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "flags"),
-    [("grpo", ("--batch.staleness", "1", "--batch.num-minibatches", "2")), ("ppo", ())],
+    [
+        ("grpo", ("--batch.staleness", "1", "--batch.num-minibatches", "2")),
+        pytest.param("ppo", (), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_goes_on_imitating_texts(preset, flags, tmp_path):
     prompts = [{"prompt": f"{n}+1="} for n in range(16)]
