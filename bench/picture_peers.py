@@ -1,7 +1,7 @@
 """GRPO on prompts with pictures by tpu_rl and by TRL: equal losses, and the time of a step.
 
     python bench/picture_peers.py --trl PYTHON --to FOLDER [--rounds 3] [--steps 5]
-        [--parts loss step]
+        [--parts loss step] [--pixels 32 112] [--arms ours trl "trl one thread"]
 
 PYTHON is the interpreter of an environment with trl==1.16.0, torch and Pillow. Both libraries read
 one Hugging Face directory: the model of the presets `pictures_sft` and `pictures_grpo` (LLaVA,
@@ -16,9 +16,12 @@ float32.
           to it and this library 1e-6. Prints the largest difference of log-probs, of the loss, and
           of the gradients of text, projector and tower, with their norms.
     step  GRPO, 8 prompts with a picture x 8 completions of 32 tokens; the time from step to step.
-          In each round the libraries run one after the other, in alternating order, each in its own
-          process. The first two steps compile and do not count. Ours is launch/run.py itself.
-          Prints medians, and the ratio of the medians of each round with its spread.
+          Pictures of 32 pixels have 16 features in the text, and those of 112 pixels 196. In each
+          round the arms run one after the other, in rotating order, each in its own process. The
+          first two steps compile and do not count. Ours is launch/run.py itself, with logging.
+          TRL runs with torch's threads as they are, and with one thread, which is faster if other
+          work needs the cores. Prints medians, and the ratio of the medians of each round with
+          its spread.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +71,11 @@ PROCESSOR = {
 PAD, END, IMAGE, FIRST_LETTER = 0, 2, 4, 5
 """Ids of the tokenizer of `builtin:pictures`."""
 GROUP = 8
-PROMPT_TOKENS = 96
 LOSS_PROMPTS, LOSS_TOKENS = 4, 12
 STEP_PROMPTS, STEP_TOKENS = 8, 32
 WARMUP = 2
-MICRO_BATCHES = 2
+ONE_THREAD = "trl one thread"
+ARMS = (side_by_side.OURS, "trl", ONE_THREAD)
 REWARD = """
 def count_digits(completions):
     return [float(sum(map(str.isdigit, text))) for text in map(str, completions)]
@@ -79,24 +83,46 @@ def count_digits(completions):
 PARTS = {"tower": "vision_tower", "projector": "multi_modal_projector", "text": "language_model"}
 
 
-def write_model(folder: Path) -> None:
+@dataclass(frozen=True)
+class Shape:
+    """Pictures, and how a batch of them is cut."""
+
+    pixels: int
+    prompt_tokens: int
+    """At most."""
+    micro_batches: int
+    """Of a step. TRL's have about 2,500 padded tokens: larger ones are slower on CPUs."""
+
+
+SHAPES = {32: Shape(32, 64, 2), 112: Shape(112, 240, 8)}
+LOSS_SHAPE = Shape(32, 96, 2)
+
+
+def write_model(folder: Path, pixels: int) -> None:
     """Write random weights, the tokenizer and the processor for both libraries."""
     source = Path(roles.model_path("builtin:pictures"))
-    model = models.from_config(source)
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings["vision_config"]["image_size"] = pixels
+    settings["image_seq_length"] = (pixels // settings["vision_config"]["patch_size"]) ** 2
+    model = models.from_config(settings)
     params = model.init(jax.random.key(0))
     # Features as large as embeddings, so that pictures matter to log-probs.
     params["vision"]["projector_out"] = params["vision"]["projector_out"] * 30
     models.save(folder, model, params)
-    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
+    processor = json.loads((source / "preprocessor_config.json").read_text(encoding="utf-8"))
+    processor["size"] = {"shortest_edge": pixels}
+    processor["crop_size"] = {"height": pixels, "width": pixels}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / "processor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
 
 
-def write_rows(folder: Path, count: int, two_pictures: bool = False) -> Path:
+def write_rows(folder: Path, pixels: int, count: int, two_pictures: bool = False) -> Path:
     """Write pictures and rows in TRL's format; with `two_pictures` the last row has two."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = PicturesSource(PicturesData(), rows=count + 1)
+    source = PicturesSource(PicturesData(pixels=pixels), rows=count + 1)
     lines = []
     for index in range(count):
         drawn = [source[index]] + [source[count]] * (two_pictures and index == count - 1)
@@ -110,7 +136,7 @@ def write_rows(folder: Path, count: int, two_pictures: bool = False) -> Path:
     return path
 
 
-def flags_of(model: Path, rows: Path, prompts: int, new_tokens: int) -> list[str]:
+def flags_of(model: Path, rows: Path, shape: Shape, prompts: int, new_tokens: int) -> list[str]:
     """Return flags of launch/run.py that do what the engine of TRL does."""
     reward = rows.parent / "reward.py"
     reward.write_text(REWARD, encoding="utf-8")
@@ -118,11 +144,11 @@ def flags_of(model: Path, rows: Path, prompts: int, new_tokens: int) -> list[str
         *("grpo", "--model.path", str(model), "--data.path", str(rows)),
         *("--reward", f"{reward}:count_digits", "--algorithm.advantages", "centered"),
         *("--batch.prompts", str(prompts), "--batch.group-size", str(GROUP)),
-        *("--batch.row-length", str(PROMPT_TOKENS + GROUP * new_tokens)),
-        *("--batch.micro-batch-rows", str(prompts // MICRO_BATCHES), "--model.remat", "none"),
+        *("--batch.row-length", str(shape.prompt_tokens + GROUP * new_tokens)),
+        *("--batch.micro-batch-rows", str(prompts // shape.micro_batches), "--model.remat", "none"),
         *(
             "--sampling.max-prompt-tokens",
-            str(PROMPT_TOKENS),
+            str(shape.prompt_tokens),
             "--sampling.max-new-tokens",
             str(new_tokens),
         ),
@@ -134,12 +160,13 @@ def flags_of(model: Path, rows: Path, prompts: int, new_tokens: int) -> list[str
     ]
 
 
-def run_trl(python: str, folder: Path, **work: Any) -> None:
+def run_trl(python: str, folder: Path, one_thread: bool = False, **work: Any) -> None:
     """Run TRL's engine, which reads FOLDER/work.json."""
     file = folder / "work.json"
     file.write_text(json.dumps({"folder": str(folder), "group": GROUP} | work), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"OMP_NUM_THREADS": "1"} if one_thread else {}
     script = str(HERE / "engines" / "trl_pictures.py")
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         command = [python, script, str(file)]
@@ -151,8 +178,8 @@ def run_trl(python: str, folder: Path, **work: Any) -> None:
 
 def compare_loss(python: str, folder: Path, model: Path) -> None:
     """Print the differences between our loss of some completions and TRL's."""
-    path = write_rows(folder / "rows", LOSS_PROMPTS, two_pictures=True)
-    flags = flags_of(model, path, LOSS_PROMPTS, LOSS_TOKENS)
+    path = write_rows(folder / "rows", LOSS_SHAPE.pixels, LOSS_PROMPTS, two_pictures=True)
+    flags = flags_of(model, path, LOSS_SHAPE, LOSS_PROMPTS, LOSS_TOKENS)
     settings = config.parse([*flags, "--steps", "1"])
     mesh = compose.make_mesh(settings.mesh)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
@@ -194,12 +221,12 @@ def gap_of(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> float:
 def our_loss(context: Any, params: Any, path: Path, folder: Path) -> dict[str, Any]:
     """Return our log-probs and loss, and write the completions and the gradient."""
     tokenizer = context.language.tokenizer
-    prompts, pieces = encode_with_images(data.read(path), tokenizer, PROMPT_TOKENS)
+    prompts, pieces = encode_with_images(data.read(path), tokenizer, LOSS_SHAPE.prompt_tokens)
     random = np.random.default_rng(0)
     count = len(prompts) * GROUP
     lengths = random.integers(3, LOSS_TOKENS + 1, count)
     ids = random.integers(FIRST_LETTER, tokenizer.vocab_size, (count, LOSS_TOKENS))
-    tokens = np.full((count, PROMPT_TOKENS + LOSS_TOKENS), PAD, np.int32)
+    tokens = np.full((count, LOSS_SHAPE.prompt_tokens + LOSS_TOKENS), PAD, np.int32)
     mask = np.zeros(tokens.shape, bool)
     images = np.zeros((count, 2, *np.shape(pieces[0])[1:]), np.float32)
     for row in range(count):
@@ -273,43 +300,53 @@ def our_loss(context: Any, params: Any, path: Path, folder: Path) -> dict[str, A
 # --- the time of a step ---
 
 
-def compare_steps(python: str, folder: Path, model: Path, rounds: int, steps: int) -> None:
-    """Print the seconds of steps of both libraries, and their ratio."""
+def compare_steps(
+    python: str,
+    folder: Path,
+    model: Path,
+    shape: Shape,
+    arms_: Sequence[str],
+    rounds: int,
+    steps: int,
+) -> None:
+    """Print the seconds of steps of all arms, and their ratios."""
     total = WARMUP + steps
-    path = write_rows(folder / "rows", STEP_PROMPTS * total)
-    samples: dict[str, list[side_by_side.Sample | None]] = {side_by_side.OURS: [], "trl": []}
+    path = write_rows(folder / "rows", shape.pixels, STEP_PROMPTS * total)
+    samples: dict[str, list[side_by_side.Sample | None]] = {arm: [] for arm in arms_}
     loads = []
     for round_ in range(rounds):
-        for engine in side_by_side.rotated(list(samples), round_):
-            run_folder = folder / f"{engine}_{round_}"
+        for arm in side_by_side.rotated(arms_, round_):
+            run_folder = folder / f"{arm.replace(' ', '_')}_{round_}"
             run_folder.mkdir(parents=True, exist_ok=True)
             loads.append(os.getloadavg()[0])
-            if engine == side_by_side.OURS:
-                seconds, tokens = our_steps(run_folder / "run", model, path, total)
+            if arm == side_by_side.OURS:
+                seconds, tokens = our_steps(run_folder / "run", model, path, shape, total)
             else:
                 work = {"kind": "step", "model": str(model), "rows": str(path), "steps": total}
                 work |= {"prompts": STEP_PROMPTS, "new_tokens": STEP_TOKENS}
-                run_trl(python, run_folder, **work, micro_batches=MICRO_BATCHES)
+                work |= {"micro_batches": shape.micro_batches}
+                run_trl(python, run_folder, arm == ONE_THREAD, **work)
                 answer = json.loads((run_folder / "theirs.json").read_text(encoding="utf-8"))
                 seconds, tokens = answer["seconds"], answer["tokens"]
             counted = slice(WARMUP, None)
             sample = side_by_side.Sample(tuple(seconds[counted]), tuple(tokens[counted]))
-            samples[engine].append(sample)
-            median = side_by_side.summary([sample])
-            print(f"round {round_ + 1} {engine}: {median} s, load {loads[-1]:.1f}", flush=True)
-    print(f"load {min(loads):.1f} to {max(loads):.1f}")
-    heading = ["library", "step, s: median (least to most)", "TRL's time over ours (rounds)"]
-    print(side_by_side.markdown(heading, side_by_side.rows(samples)))
+            samples[arm].append(sample)
+            taken = side_by_side.summary([sample])
+            print(f"round {round_ + 1} {arm}: {taken} s, load {loads[-1]:.1f}", flush=True)
+    print(f"pictures of {shape.pixels} pixels, load {min(loads):.1f} to {max(loads):.1f}")
+    heading = ["arm", "step, s: median (least to most)", "TRL's time over ours (rounds)"]
+    print(side_by_side.markdown(heading, side_by_side.rows(samples)), flush=True)
 
 
-def our_steps(run_dir: Path, model: Path, rows: Path, steps: int) -> tuple[list[float], list[int]]:
+def our_steps(
+    run_dir: Path, model: Path, rows: Path, shape: Shape, steps: int
+) -> tuple[list[float], list[int]]:
     """Return the seconds from step to step, and the sampled tokens of each step."""
-    flags = flags_of(model, rows, STEP_PROMPTS, STEP_TOKENS)
+    flags = flags_of(model, rows, shape, STEP_PROMPTS, STEP_TOKENS)
     arms.run(run_dir, [*flags, "--steps", str(steps)])
     metrics = arms.read_metrics(run_dir)
     stamps = [row["time"] for row in metrics]
-    taken = [row for row in metrics if row["step"] > 0]
-    tokens = [round(row["rollout/tokens"]) for row in taken]
+    tokens = [round(row["rollout/tokens"]) for row in metrics if row["step"] > 0]
     return np.diff(stamps).tolist(), tokens
 
 
@@ -320,16 +357,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="counted steps in each round")
     parser.add_argument("--parts", nargs="+", default=["loss", "step"], choices=["loss", "step"])
+    parser.add_argument("--pixels", type=int, nargs="+", default=[*SHAPES], choices=[*SHAPES])
+    parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
     flags = parser.parse_args()
     folder = flags.to.absolute()
-    model = folder / "model"
-    if not model.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_model(model)
+    for pixels in {LOSS_SHAPE.pixels, *flags.pixels}:
+        if not (folder / f"model_{pixels}").exists():
+            write_model(folder / f"model_{pixels}", pixels)
     if "loss" in flags.parts:
-        compare_loss(flags.trl, folder / "loss", model)
-    if "step" in flags.parts:
-        compare_steps(flags.trl, folder / "step", model, flags.rounds, flags.steps)
+        compare_loss(flags.trl, folder / "loss", folder / f"model_{LOSS_SHAPE.pixels}")
+    for pixels in flags.pixels if "step" in flags.parts else []:
+        work = (flags.trl, folder / f"step_{pixels}", folder / f"model_{pixels}", SHAPES[pixels])
+        compare_steps(*work, flags.arms, flags.rounds, flags.steps)
 
 
 if __name__ == "__main__":

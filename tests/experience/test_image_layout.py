@@ -3,14 +3,23 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from tests.fixtures.picture_model import picture_model, picture_tokenizer
+from tpu_rl import models
 from tpu_rl.data.encoding import bucket
+from tpu_rl.environments.pictures import PicturesData, PicturesSource
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import _with_rest_of_images, layout_of, with_images
+from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rollout import image_prompts
+from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
+from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.sampler import SamplerConfig
 from tpu_rl.tokenizers.images import ImageReader
+from tpu_rl.train import sharding
 from tpu_rl.types import Demonstrations
 
 TOWER: Any = SimpleNamespace(features_per_piece=2, advances=lambda pieces: None, is_two_way=False)
@@ -113,3 +122,74 @@ def test_tiles_list_the_rest_of_an_image():
     assert [sorted({*row} - {-1}) for row in listed.tolist()] == [
         *([0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3])
     ]
+
+
+MODEL, PARAMS = picture_model()
+TOKENIZER = picture_tokenizer()
+QUESTIONS: list[Any] = [*PicturesSource(PicturesData(), "train", 8)]
+
+
+def operations(function, *arguments):
+    """Count the floating-point operations of a program. Nothing is compiled."""
+    return jax.jit(function).lower(*arguments).cost_analysis()["flops"]
+
+
+def operations_of_tower_in_update(prompts, group_size):
+    """Count those that an update does for images, beyond those for the same rows without."""
+    read = [TOKENIZER.encode_row(row) for row in QUESTIONS[:prompts]]
+    rows = [text for text in read for _ in range(group_size)]
+    tokens = np.zeros((len(rows), 40), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, text in enumerate(rows):
+        tokens[row, : len(text.ids) + 4] = [*text.ids, 6, 7, 8, 9]
+        mask[row, len(text.ids) : len(text.ids) + 4] = True
+    group_id = np.repeat(np.arange(prompts), group_size)
+    images = np.stack([text.pieces for text in rows])
+    arrays: list[Any] = [tokens, mask, group_id, None, images]
+    data = Demonstrations(*arrays)
+    batch = BatchConfig(prompts=prompts, group_size=group_size, row_length=512, micro_batch_rows=1)
+    layout, data = with_images(layout_of(batch, data), data, TOKENIZER.images)
+    packed = jax.tree.map(lambda leaf: leaf[0, 0], layout.rows(data.tokens))
+    assert layout.source.shape[:3] == (1, 1, 1)
+    role = models.role(MODEL, lambda params: params)
+
+    def gradient(params, rows):
+        return jax.grad(lambda p: token_log_probs(role, p, rows).log_probs.sum())(params)
+
+    whole = operations(gradient, PARAMS, packed)
+    return whole - operations(gradient, PARAMS, packed.replace(images=None))
+
+
+def operations_of_tower_in_prefill(prompts, group_size):
+    """Count those of the features that the sampler gets, once, for groups of completions."""
+    select = models.Select("policy")
+    counted = []
+
+    class Sampled(Exception):
+        pass
+
+    def with_features(params, images):
+        counted.append(operations(models.image_features(MODEL), PARAMS, images))
+        raise Sampled
+
+    policy = RolloutPolicy(models.policy(MODEL, select), lambda tree: tree, sharding.make_mesh())
+    policy = policy._replace(with_images=with_features)
+    settings = SamplerConfig(max_new_tokens=4, samples_per_prompt=group_size, prompt_length=32)
+    engine = make_engine(Decoding(policy, settings, 32), Scorer(TOKENIZER))
+    with pytest.raises(Sampled):
+        engine.roll_out({"policy": PARAMS}, RolloutRequest(QUESTIONS[:prompts], step=1))
+    return counted[0]
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(operations_of_tower_in_update, marks=pytest.mark.slow),
+        operations_of_tower_in_prefill,
+    ],
+)
+def test_the_tower_reads_the_image_of_a_group_once(count):
+    one = count(1, 1)
+    assert one > 5e4
+    assert count(1, 8) <= 1.3 * one
+    assert count(8, 1) > 6 * one
