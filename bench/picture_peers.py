@@ -90,12 +90,14 @@ class Shape:
     pixels: int
     prompt_tokens: int
     """At most."""
-    micro_batches: int
-    """Of a step. TRL's have about 2,500 padded tokens: larger ones are slower on CPUs."""
+    our_micro_batches: int
+    trl_micro_batches: int
+    """Of a step. Both libraries have about 2,000 to 2,500 slots in each: larger ones are slower on
+    CPUs."""
 
 
-SHAPES = {32: Shape(32, 64, 2), 112: Shape(112, 240, 8)}
-LOSS_SHAPE = Shape(32, 96, 2)
+SHAPES = {32: Shape(32, 64, 1, 2), 112: Shape(112, 240, 2, 8)}
+LOSS_SHAPE = Shape(32, 96, 2, 1)
 
 
 def write_model(folder: Path, pixels: int) -> None:
@@ -145,13 +147,14 @@ def flags_of(model: Path, rows: Path, shape: Shape, prompts: int, new_tokens: in
         *("--reward", f"{reward}:count_digits", "--algorithm.advantages", "centered"),
         *("--batch.prompts", str(prompts), "--batch.group-size", str(GROUP)),
         *("--batch.row-length", str(shape.prompt_tokens + GROUP * new_tokens)),
-        *("--batch.micro-batch-rows", str(prompts // shape.micro_batches), "--model.remat", "none"),
         *(
-            "--sampling.max-prompt-tokens",
-            str(shape.prompt_tokens),
-            "--sampling.max-new-tokens",
-            str(new_tokens),
+            "--batch.micro-batch-rows",
+            str(prompts // shape.our_micro_batches),
+            "--model.remat",
+            "none",
         ),
+        *("--sampling.max-prompt-tokens", str(shape.prompt_tokens)),
+        *("--sampling.max-new-tokens", str(new_tokens)),
         *("--sampling.max-num-seqs", str(prompts * GROUP)),
         # Completions of one length, without the token of images: TRL forbids that, too.
         *("--sampling.logit-bias", str(END), "-1000.0", str(IMAGE), "-1000.0"),
@@ -324,7 +327,7 @@ def compare_steps(
             else:
                 work = {"kind": "step", "model": str(model), "rows": str(path), "steps": total}
                 work |= {"prompts": STEP_PROMPTS, "new_tokens": STEP_TOKENS}
-                work |= {"micro_batches": shape.micro_batches}
+                work |= {"micro_batches": shape.trl_micro_batches}
                 run_trl(python, run_folder, arm == ONE_THREAD, **work)
                 answer = json.loads((run_folder / "theirs.json").read_text(encoding="utf-8"))
                 seconds, tokens = answer["seconds"], answer["tokens"]
