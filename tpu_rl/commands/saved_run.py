@@ -86,9 +86,9 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
         tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)
         language = roles.Language(context.models["policy"], tokenizer)
         return language, context.params_of("policy")(params)
-    kept = config.model
-    own = ModelConfig(path=address, attention=kept.attention, images=kept.images)
-    config = replace(config, model=own)
+    old = config.model
+    model_config = ModelConfig(path=address, attention=old.attention, images=old.images)
+    config = replace(config, model=model_config)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params

@@ -17,9 +17,10 @@ Row = dict[str, Any]
 
 COLUMNS = ("images", "image")
 TAG = re.compile(
-    r"<image>|(?:<\|vision_start\|>)?<\|image_pad\|>(?:<\|vision_end\|>)?|<start_of_image>|<\|image\|>"
+    r"<image>|(?:<\|vision_start\|>)?<\|image_pad\|>(?:<\|vision_end\|>)?|<start_of_image>"
+    r"|<\|image\|>"
 )
-"""What stands for an image in texts: the tag of LLaVA and most data, Qwen's, Gemma's, Llama's."""
+"""The tags that stand for an image in texts: of LLaVA and most data, of Qwen, Gemma and Llama."""
 UNREAD_TAG = re.compile(
     rf"{TAG.pattern}|<\|vision_(?:start|end)\|>|<\|video_pad\|>|<video>"
     r"|<image[ _]?\d+>|<\|image_\d+\|>|<img>[^<>]+</img>|\[IMG\]"
@@ -53,8 +54,13 @@ def has_file(row: Mapping[str, Any], column: str, kind: str = "image") -> bool:
         return bool(value) and (_is_name(value, kind) or tag in str([*row.values()]))
     if isinstance(value, list | tuple):
         return any(not _is_missing(item) for item in value)
-    is_file = isinstance(value, dict | bytes) or hasattr(value, "getbands")
+    is_file = isinstance(value, dict | bytes) or is_pil(value)
     return is_file and not _is_missing(value)
+
+
+def is_pil(value: Any) -> bool:
+    """Return True for an image of PIL, which need not be installed."""
+    return hasattr(value, "getbands")
 
 
 def unnamed_pictures(row: Row) -> list[str]:
@@ -177,7 +183,7 @@ def _is_picture(value: Any) -> bool:
         is_webp = value[:4] == b"RIFF" and value[8:12] == b"WEBP"
         return is_webp or value.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8"))
     if not isinstance(value, str):
-        return hasattr(value, "getbands")
+        return is_pil(value)
     is_file = value.lower().endswith(SUFFIXES["image"]) and not re.search(r"[\n<>]", value)
     return is_file or value.startswith("data:image/") or _is_base64(value)
 

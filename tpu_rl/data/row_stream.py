@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpu_rl.data.files import Row
+from tpu_rl.data.images import is_pil
 from tpu_rl.errors import DamagedDataError, InputError
 
 
@@ -65,7 +66,7 @@ def _short_hash(text: bytes) -> Any:
 
 def _of_content(value: Any) -> str:
     """Return a text that is the same for the same value in another process, also for PIL images."""
-    if not hasattr(value, "getbands"):
+    if not is_pil(value):
         return repr(value)
     return f"{value.mode} {value.size} {_short_hash(value.tobytes()).hexdigest()}"
 

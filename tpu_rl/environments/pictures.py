@@ -224,10 +224,10 @@ class PictureLook:
 
     def step(self, text: str) -> tuple[Any, float | None, bool, dict[str, Any]]:
         """Show the cell that the model asks for, or judge its answer."""
-        asked = re.search(r"look ([1-9]),([1-9])", text)
-        if asked is None:
+        request = re.search(r"look ([1-9]),([1-9])", text)
+        if request is None:
             return "", correct([], [text], answer=[self._answer])[0], True, {}
-        row, column = int(asked[1]), int(asked[2])
+        row, column = map(int, request.groups())
         if max(row, column) > self._cells:
             return "\n", None, False, {}
         from PIL import Image

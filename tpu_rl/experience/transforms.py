@@ -319,8 +319,8 @@ def add_rows(
         if getattr(rollout, name) is not None
     }
     if any(added.learned is not None for added in flat):
-        own = np.arange(len(tokens))
-        per_token["parent"] = np.where(shared > 0, first_of_group, own).astype(np.int32)
+        row_numbers = np.arange(len(tokens))
+        per_token["parent"] = np.where(shared > 0, first_of_group, row_numbers).astype(np.int32)
         per_token["shared"] = shared.astype(np.int32)
     return replace(
         widened,

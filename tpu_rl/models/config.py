@@ -620,16 +620,16 @@ class VisionConfig:
     has_last_norm: bool = False
     """True if features are normed behind the last layer."""
     projector: Literal["mlp", "pooled", "shuffled"] = "mlp"
-    """How states become features. "mlp": by two matrices (LLaVA). "pooled": by their mean in each
-    square of patches, a norm and a matrix (Gemma 3). "shuffled": by a matrix of all states of a
-    square (Idefics3)."""
+    """The way from states to features. "mlp": by two matrices (LLaVA). "pooled": by the mean in
+    each square of patches, a norm and a matrix (Gemma 3). "shuffled": by a matrix of all states of
+    a square (Idefics3)."""
     merge: int = 1
     """Height and width, in patches, of the squares that become one feature."""
     around: tuple[int, int] | None = None
     """The ids of the tokens before and behind an image in texts, if there are any."""
     gap: str = ""
-    """What stands before and behind these tokens. Where it does, chat templates write the first of
-    them alone (Gemma 3)."""
+    """The text before and behind these tokens. With one, chat templates write the first of them
+    alone (Gemma 3)."""
     is_two_way: bool = False
     """True if tokens of an image see the later ones of the same image (Gemma 3)."""
     source: str = "{}"
@@ -806,7 +806,8 @@ class QwenVisionConfig:
         """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
         frames, height, width = (int(size) for size in np.asarray(processed["image_grid_thw"])[0])
-        rows, columns = height // self.merge_size, width // self.merge_size
+        rows = height // self.merge_size
+        columns = width // self.merge_size
         count = rows * columns
         of_patch = self.channels * self.patch_size**2
         shape = (count * self.merge_size**2, of_patch * self.frames)

@@ -114,7 +114,8 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
         # Windows of w x w features stand together, so most attention is among neighbors.
         place = (grid.row // vision.window, grid.column // vision.window)
         order = jnp.lexsort((grid.number, place[1], place[0], image))
-        pieces, image = pieces[order], image[order]
+        pieces = pieces[order]
+        image = image[order]
         grid, place = jax.tree.map(lambda field: field[order], (grid, place))
         is_new = [field[1:] != field[:-1] for field in (image, *place)]
         window = jnp.pad(jnp.cumsum(is_new[0] | is_new[1] | is_new[2]), (1, 0))

@@ -56,7 +56,7 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
 
 
 def phrases(any_of: str = "wait|let me check|let me verify|alternatively", most: int = 0) -> Reward:
-    """Return how often each completion says one of the phrases of `any_of`.
+    """Return the number of times that each completion says one of the phrases of `any_of`.
 
     As a metric, `--evaluation.metrics phrases`, it counts signs of reflection over a run (as in
     arXiv 2503.18892, with words in place of a judge). The sign | separates phrases. Capital letters

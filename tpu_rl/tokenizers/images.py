@@ -96,7 +96,7 @@ class TextWithImages(NamedTuple):
     ids: list[int]
     """Ids from `ImageReader.first_id` on are features."""
     weights: list[float]
-    """What each of the ids counts in training; 0 for those of images."""
+    """The weight of each of the ids in training; 0 for those of images."""
     pieces: np.ndarray | None
     """[p, ...] float32: the pieces of all images, in order. None: there are no images."""
 
@@ -115,7 +115,7 @@ class ImageReader:
     """The id of an image's first feature: the number of rows of the model's embedding."""
     tower: Tower
     written: str = ""
-    """What chat templates write for an image, if it is not `literal`."""
+    """The text that chat templates write for an image, if it is not `literal`."""
     folder: str = "."
     """The folder that relative paths start from: that of the data."""
 
@@ -148,7 +148,8 @@ class ImageReader:
         for token_id, weight in zip(ids, weights, strict=True):
             tokens = [token_id]
             if token_id == self.token_id:
-                tokens, weight = [], 0.0
+                tokens = []
+                weight = 0.0
                 for run in next(of_images):
                     if isinstance(run, str):
                         tokens += encode(run)
