@@ -375,7 +375,7 @@ def round_of(experiment: ExperimentConfig, number: int) -> q_examples.Round:
     return q_examples.read(round_path(experiment, number))[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_examples_are_cut_continued_and_scored(whole):
     """Each text ends as sampled completions do, its return is its reward, and the examples of a
     prompt differ in return."""
@@ -400,7 +400,7 @@ def test_examples_are_cut_continued_and_scored(whole):
         assert metrics["q/dropped_groups"] == 12 - len(returns)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_metrics_of_a_run(whole):
     run_dir = Path(whole.run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -526,7 +526,7 @@ def test_the_mean_of_a_graded_reward_is_shown(is_graded, capsys):
         (["--candidate-mass", "0.9"], "without --guide"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bad_guides_are_one_message_and_code_2(whole, capsys, flags, message):
     flags = [flag.replace("RUN", whole.run_dir) for flag in flags]
     assert evaluate.main(["builtin:arithmetic", *flags]) == 2

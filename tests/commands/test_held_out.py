@@ -59,7 +59,7 @@ def plain_loss(model_dir: Path, rows: list[dict]) -> tuple[float, int]:
     return float(-values[mask].mean(dtype=np.float64)), int(mask.sum())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_reports_the_loss_of_held_out_rows_and_every_reward(checkpoint, tmp_path, capsys):
     prompts = [
         {"prompt": f"Repeat: word {n}", "completion": "word" * (n % 3 + 1)} for n in range(40)

@@ -162,10 +162,10 @@ def test_frozen_weights_exist_once_and_only_trained_params_have_moments(
 @pytest.mark.parametrize(
     ("name", "base_dtype"),
     [
-        *((name, "unquantized") for name in ("grpo", "dpo", "ppo", "distill")),
+        *((name, "unquantized") for name in ("grpo", "dpo")),
         *(
             pytest.param(name, "unquantized", marks=pytest.mark.nightly)
-            for name in ("tr_dpo", "expert_iteration", "q_sharp")
+            for name in ("ppo", "distill", "tr_dpo", "expert_iteration", "q_sharp")
         ),
         ("grpo", "nf4"),
         pytest.param("ppo_other_critic", "nf4", marks=pytest.mark.nightly),
@@ -285,7 +285,7 @@ def run_dir(model_dir, tmp_path_factory):
     return path / "run", flags
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_leaves_the_merged_model_and_its_adapter(run_dir, model_dir):
     folder, _ = run_dir
     _, merged = models.load(folder / "model")

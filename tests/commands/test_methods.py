@@ -48,6 +48,8 @@ ROWS = {
         for word in WORDS
     ],
 }
+PER_CHANGE = ("sft", "grpo", "dpo", "distill", "q_sharp")
+"""The methods that run on every change, one for each kind of row; the others run at night."""
 JUDGED = ("rft", "grpo", "ppo", "reinforce", "q_sharp")
 REWARD = """
 def score(completions, answer, **columns):
@@ -86,7 +88,13 @@ def command(method: str, checkpoint: Path, folder: Path, *flags: str) -> list[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=[pytest.mark.nightly] * (method not in PER_CHANGE))
+        for method in ROWS
+    ],
+)
 def test_a_method_trains_on_own_rows(method, checkpoint, tmp_path, monkeypatch):
     if method == "q_sharp":
         # Two rounds of one step each.

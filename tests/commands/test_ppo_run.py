@@ -97,7 +97,7 @@ def test_baseline_is_the_value_of_the_prompt(tmp_path, algorithm):
         pytest.param(
             PpoConfig(Critic(trunk="shared")), id="shared_trunk", marks=pytest.mark.nightly
         ),
-        pytest.param(ReinforceConfig("greedy"), id="remax", marks=pytest.mark.slow),
+        pytest.param(ReinforceConfig("greedy"), id="remax", marks=pytest.mark.nightly),
         pytest.param(AStarPoConfig(), id="a_star_po", marks=pytest.mark.nightly),
     ],
 )

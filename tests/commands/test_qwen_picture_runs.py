@@ -56,7 +56,7 @@ def write_inputs(folder, family):
     ("family", "flags"),
     [
         ("qwen2_5_vl", ["--model.freeze", "vision"]),
-        ("qwen3_vl", ["--model.lora.rank", "2"]),
+        pytest.param("qwen3_vl", ["--model.lora.rank", "2"], marks=pytest.mark.nightly),
     ],
 )
 def test_sampler_and_trainer_agree_on_images_of_any_size(tmp_path, family, flags):

@@ -177,7 +177,11 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [pytest.param([], id="adamw"), pytest.param(["--optimizer.name", "muon"], id="muon")]
+    "flags",
+    [
+        pytest.param([], id="adamw"),
+        pytest.param(["--optimizer.name", "muon"], id="muon", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_dry_run_claims_no_device(flags):
     """Of which there are none here that could be claimed."""

@@ -50,7 +50,7 @@ def digest(run_dir: Path) -> str:
     return json.loads((run_dir / "summary.json").read_text())["params_digest"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_phases_take_their_steps_and_resume_across_their_border(tmp_path):
     start = of_two_phases(tmp_path / "config")
     assert run.main([start, "--run-dir", str(tmp_path / "whole")]) == 0

@@ -91,7 +91,7 @@ def area_under_the_curve(flipped: np.ndarray) -> float:
     return float((ranks[flipped][:, None] < ranks[~flipped][None, :]).mean())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_row_is_accounted_for(audited):
     run_dir, file = audited
     summary = json.loads((run_dir / SUMMARY).read_text())

@@ -97,7 +97,7 @@ def test_resume_equals_an_uninterrupted_run(folder, trained):
     assert {f"preference/{name}" for name in names} <= set(rows[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluate_agrees_with_the_evaluation_of_the_run(trained, capsys):
     assert evaluate.main([str(trained)]) == 0
     lines = [

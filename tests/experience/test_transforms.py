@@ -138,7 +138,16 @@ def score(prompts, completions, **_):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [(), ("--rollout.partial", "2"), ("--batch.staleness", "1")])
+@pytest.mark.parametrize(
+    "source",
+    [
+        (),
+        *(
+            pytest.param(flags, marks=pytest.mark.nightly)
+            for flags in (("--rollout.partial", "2"), ("--batch.staleness", "1"))
+        ),
+    ],
+)
 def test_experts_join_each_group_in_every_source(source, tmp_path):
     """CHORD learns from experts, and metrics of the policy do not see them."""
     rows = [{"prompt": f"{n}+1=", "solution": f"{n}+1={n + 1}"} for n in range(32)]

@@ -227,7 +227,7 @@ def test_groups_are_rows_of_one_prompt_in_one_part(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
 def test_a_model_with_rings_decodes_the_same_logits(family, monkeypatch):
     """Rows of three lengths; one wraps around the ring, one is a free slot that nobody reads.
 

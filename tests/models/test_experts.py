@@ -199,7 +199,11 @@ print("four devices agree with one")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "is_sent"), [({"tensor": 2, "expert": 2}, False), ({"expert": 4}, True)]
+    ("sizes", "is_sent"),
+    [
+        ({"tensor": 2, "expert": 2}, False),
+        pytest.param({"expert": 4}, True, marks=pytest.mark.nightly),
+    ],
 )
 def test_four_devices_equal_one(sizes, is_sent):
     """All tokens are routed to experts of one device, or of two, which takes several passes."""

@@ -18,8 +18,10 @@ POLICIES = ("full", "save-dots", "none")
     "family",
     [
         "llama3",
-        pytest.param("olmoe", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "gemma4_small")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("olmoe", "gemma3", "gemma4_small")
+        ),
     ],
 )
 def test_gradients_do_not_depend_on_remat(family):

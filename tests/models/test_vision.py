@@ -123,7 +123,7 @@ def test_other_towers_are_refused(field, value, message):
 @pytest.mark.parametrize(
     ("tower", "text", "other"),
     [
-        ({}, {}, {}),
+        pytest.param({}, {}, {}, marks=pytest.mark.nightly),
         ({"hidden_act": "gelu"}, {"num_key_value_heads": 1}, {"vision_feature_layer": -1}),
         (
             {"image_size": 12, "num_hidden_layers": 4},

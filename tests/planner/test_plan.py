@@ -239,7 +239,7 @@ EVERY_PROGRAM = (
 """More rows than slots, and evaluations with more prompts than a step has."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_compiles_no_program_that_is_larger_than_planned(tmp_path, monkeypatch, caplog):
     """Programs that the plan does not name move single arrays, or only read the train state."""
     segments = partial(sampler.SegmentConfig, initial_cache_tokens=6, min_slots_per_device=2)

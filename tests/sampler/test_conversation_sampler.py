@@ -125,7 +125,7 @@ def llama():
     ("changes", "num_slots"),
     [
         pytest.param({}, NUM_ROWS, id="llama"),
-        pytest.param(TWO_KINDS, NUM_ROWS, id="sliding"),
+        pytest.param(TWO_KINDS, NUM_ROWS, id="sliding", marks=pytest.mark.nightly),
         pytest.param(HYBRID, 3, id="recurrent", marks=pytest.mark.nightly),
     ],
 )

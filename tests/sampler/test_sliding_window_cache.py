@@ -61,7 +61,7 @@ def test_a_ring_has_room_for_its_window_and_what_is_read_beside_it(gemma3):
 @pytest.mark.parametrize(
     ("family", "kept_in"),
     [
-        pytest.param("gemma3", "computed", marks=pytest.mark.slow),
+        pytest.param("gemma3", "computed", marks=pytest.mark.nightly),
         pytest.param("gemma3", "int8", marks=pytest.mark.slow),
         pytest.param("gemma4_small", "computed", marks=pytest.mark.nightly),
     ],

@@ -63,7 +63,7 @@ def require_same(drafted, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [None, "small"])
+@pytest.mark.parametrize("model", [pytest.param(None, marks=pytest.mark.nightly), "small"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_completions_are_those_of_plain_decoding(settings, model):
     config = replace(BASE, **settings)
