@@ -332,6 +332,7 @@ def test_a_sampling_client_has_the_weights_of_when_it_was_made(running):
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"sampling_params": {"max_tokens": 2, "frequency_penalty": 1}}, "frequency_penalty"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"stop": [2**63]}}, "9223372036854775808 is no token id below"),
         ({"prompt": {"chunks": []}}, "the prompt has 0 tokens"),
         ({"record_stability_info": True}, "record_stability_info"),
     ):

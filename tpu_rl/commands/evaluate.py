@@ -43,8 +43,10 @@ from tpu_rl.evaluation import (
     guided_accuracy,
     harness,
     held_out_loss,
+    step_search,
 )
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
+from tpu_rl.evaluation.step_search import StepSearch
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.rewards import answer_readers, registry
@@ -122,6 +124,13 @@ class Flags:
     judge: str = ""
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
+    search: Literal["beam", "dvts"] | None = None
+    """Find the --samples completions step by step: after each step --judge keeps the best
+    beginnings of a problem (beam), or the best one of each tree (dvts), one of --search-width."""
+    search_width: int = 4
+    """--search: how many continuations of each beginning are sampled; a divisor of --samples."""
+    step_end: str = "\n"
+    """--search: the text that ends a step."""
     target_entropy: float | None = None
     """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
@@ -207,6 +216,17 @@ def check(flags: Flags) -> None:
             why="it chooses among several sampled completions of the model alone",
             fix="use --samples 8, without --greedy and --guide",
         )
+    width, samples = flags.search_width, flags.samples
+    if flags.search and not (flags.judge and 1 < width <= samples and samples % width == 0):
+        raise InputError(
+            f"--search {flags.search} with --samples {samples} and --search-width {width}",
+            where="--search",
+            why="--judge keeps samples / width beginnings of each problem, and each goes on in "
+            "`width` ways",
+            fix="use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4",
+        )
+    if flags.search and not flags.step_end:
+        raise InputError("--step-end is empty", where="--step-end", fix="name a text such as a dot")
     if flags.max_length is not None and not (flags.tasks and flags.max_length >= 2):
         fix = "use at least 2, with --tasks"
         raise InputError(f"--max-length is {flags.max_length}", where="--max-length", fix=fix)
@@ -412,8 +432,28 @@ def answer(
             evaluators.limited(config.sampling.thinking),
         )
         engine = compose.engine(config, decoding, scorer)
+        if name == "sampled" and flags.search:
+            engine = step_search.engine(decoding, scorer, search_of(config, flags))
         results[name] = answer_accuracy.evaluate(engine, params, problems, readers)
     return results
+
+
+def search_of(config: ExperimentConfig, flags: Flags) -> StepSearch:
+    """Return the search that the flags ask for.
+
+    Raises:
+        InputError: if completions are conversations or have limits of thoughts.
+    """
+    assert flags.search is not None
+    if config.environment or config.agent or evaluators.limited(config.sampling.thinking).is_on:
+        raise InputError(
+            "--search with conversations or limits of thoughts",
+            where="--search",
+            why="a search continues the text of one answer",
+            fix='add --environment "", or leave out --search',
+        )
+    judge = registry.display_name(flags.judge)
+    return StepSearch(judge, flags.search, flags.search_width, flags.step_end)
 
 
 def report_guided(

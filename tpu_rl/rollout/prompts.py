@@ -34,8 +34,8 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) ->
             raise InputError(
                 "prompts with images are not read here",
                 where=f"prompt {as_text(row['prompt'])[:60]!r}",
-                why="Q# reads texts",
-                fix="use another algorithm, or drop the images",
+                why="Q# and searches read texts",
+                fix="use another algorithm, leave out --search, or drop the images",
             )
     return encode_with_images(rows, tokenizer, max_prompt_tokens)[0]
 

@@ -577,10 +577,16 @@ class TinkerApp:
         if stops is not None:
             if len(stops) > MAX_STOPS or not (
                 all(isinstance(s, str) and s for s in stops)
-                or all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in stops)
+                or all(isinstance(s, int) and not isinstance(s, bool) for s in stops)
             ):
                 raise ApiError(
                     400, f"stop is up to {MAX_STOPS} texts, or as many token ids", "stop"
+                )
+            # An id that no token has would overflow in the sampler, for all who sample.
+            bad = [s for s in stops if isinstance(s, int) and not 0 <= s < self._vocab_size]
+            if bad:
+                raise ApiError(
+                    400, f"stop: {str(bad[0])[:40]} is no token id below {self._vocab_size}", "stop"
                 )
             ids = tuple(sorted({s for s in stops if isinstance(s, int)}))
             texts = tuple(s for s in stops if isinstance(s, str))
