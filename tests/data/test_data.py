@@ -221,6 +221,43 @@ def test_without_repeat_the_last_batch_is_short():
     np.testing.assert_array_equal(batches[-1][0], [8, 9])
 
 
+@pytest.fixture
+def two_files(tmp_path):
+    """A path of 5 rows, in two files of a pattern, and of 17 rows."""
+    for name, count in (("a0", 3), ("a1", 2), ("b", 17)):
+        rows = [{"prompt": f"{name} {index}"} for index in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return f"{tmp_path}/a*.jsonl,{tmp_path}/b.jsonl"
+
+
+def test_parts_with_weights_have_their_shares_and_epochs_of_their_own(two_files):
+    rows = data.read(two_files)
+    np.testing.assert_array_equal(data.part_numbers(rows), [0] * 5 + [1] * 17)
+
+    def make(**settings):
+        return data.stream(rows, seed=3, batch_size=10, weights=[0.7, 0.3], **settings)
+
+    batches = [[row["prompt"] for row in next(stream)[1]] for stream in [make()] for _ in range(9)]
+    assert all(sum(text[0] == "a" for text in batch) == 7 for batch in batches)
+    drawn = [text for batch in batches for text in batch]
+    # An epoch of a file has each of its rows once.
+    firsts, seconds = ([text for text in drawn if text[0] == part] for part in "ab")
+    assert all(len({*firsts[start : start + 5]}) == 5 for start in range(0, 60, 5))
+    assert len({*seconds[:17]}) == 17
+    assert firsts[:5] != firsts[5:10]
+    resumed, other = make(), make()
+    next(other)
+    resumed.set_state(json.loads(json.dumps(other.get_state())))
+    assert [row["prompt"] for row in next(resumed)[1]] == batches[1]
+
+
+def test_some_rows_of_a_file_still_know_their_part(two_files):
+    rows = data.with_number(data.read(two_files), "number").take(np.array([21, 0, 4]))
+    np.testing.assert_array_equal(data.part_numbers(rows[1:]), [0, 0])
+    with pytest.raises(InputError, match="part 2 of the data has a weight and no training row"):
+        data.stream(rows[1:], seed=0, batch_size=1, weights=[1, 1])
+
+
 @pytest.mark.parametrize("taken", [0, 1, 7])
 def test_a_stream_resumes_from_its_state(taken):
     source = ArithmeticSource()
@@ -243,8 +280,9 @@ def test_a_stream_resumes_from_its_state(taken):
         (data.stream(ROWS, seed=2, batch_size=2), "seed"),
         (data.stream(ROWS, seed=1, batch_size=3), "batch size"),
         (data.stream(ROWS, seed=1, batch_size=2, shuffle=False), "shuffle"),
+        (data.stream(ROWS, seed=1, batch_size=2, weights=[1.0]), "weights"),
     ],
-    ids=["more rows", "other order", "seed", "batch size", "shuffle"],
+    ids=["more rows", "other order", "seed", "batch size", "shuffle", "weights"],
 )
 def test_a_state_of_another_stream_is_refused(other, name):
     with pytest.raises(InputError, match=f"another {name}"):

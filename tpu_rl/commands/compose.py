@@ -478,6 +478,7 @@ def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
         run_dir=context.run_dir,
         data_path=config.data.path,
         accept_change=config.accept_dataset_change,
+        weights=config.data.weights,
     )
     return pairs.given_pair_source(stream, to_pairs(context, stage, params, given.usable))
 

@@ -311,6 +311,7 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
     if not isinstance(config.data, FileData):
         return first_rows, warnings
     checked: set[Any] = set()
+    check_shares(config.data)
     for stage in config.stages:
         spec = stage.algorithm.experience
         kind = (spec.columns, spec.kind, spec.graded)
@@ -318,6 +319,8 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             continue
         checked.add(kind)
         train, held_out = tasks.file_rows(config.data, spec, config.evaluation.rows)
+        if config.data.weights:
+            data.rows_of_parts(train, len(config.data.weights))
         if spec.kind is not QExamples:
             require_full_batch(train, config.batch.prompts)
         warnings += files.warnings(train, held_out)
@@ -327,6 +330,20 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             several = (row for row in train[1:] if _has_several_answers(row))
             first_rows += itertools.islice(several, 1)
     return first_rows, warnings
+
+
+def check_shares(files: FileData) -> None:
+    """Raise InputError unless --data.weights has a number above 0 for each part of --data.path."""
+    parts = data.names_of(files.path or "")
+    is_valid = all(0 < weight < math.inf for weight in files.weights)
+    if files.weights and not (is_valid and len(files.weights) == len(parts)):
+        raise InputError(
+            f"--data.weights {' '.join(f'{weight:g}' for weight in files.weights)}",
+            where="--data.weights",
+            why=f"--data.path has {len(parts)} part(s): {', '.join(parts)[:200]}",
+            fix="give a number above 0 for each, as in --data.path a.jsonl,b.jsonl "
+            "--data.weights 0.7 0.3",
+        )
 
 
 def _has_several_answers(row: data.Row) -> bool:

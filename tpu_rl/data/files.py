@@ -71,11 +71,11 @@ def read(
     key = (str(path), tuple(columns), check, split, config, tuple(column_names), _stamp(path))
     if key in _READ:
         return _READ[key]
-    sources = []
+    sources, parts = [], []
     names: dict[str, None] = {}
     # Column -> (type of its first value, where that is).
     kinds: dict[str, tuple[str, str]] = {}
-    for source in _sources(path, split, config):
+    for part, source in _sources(path, split, config):
         for where, original in source.scan():
             row = _normalized(where, original, columns, column_names)
             _check_row(where, original, row, columns, kinds)
@@ -93,7 +93,8 @@ def read(
             if not row.keys() <= names.keys():
                 names.update(dict.fromkeys(row))
         sources.append(source)
-    joined = sources[0] if len(sources) == 1 else stored_rows.Joined(sources)
+        parts.append(part)
+    joined = sources[0] if len(sources) == 1 else stored_rows.Joined(sources, parts)
     if not len(joined):
         raise InputError(
             "the data have 0 rows",
@@ -118,7 +119,7 @@ def first_row(
     column_names: Sequence[str] = (),
 ) -> Row:
     """Return the first row, without checks of its columns; {} if there is none."""
-    for source in _sources(path, split, config):
+    for _, source in _sources(path, split, config):
         for where, row in source.scan():
             return _normalized(where, row, (), column_names)
     return {}
@@ -131,7 +132,7 @@ def first_shape(
     column_names: Sequence[str] = (),
 ) -> shapes.Shape | None:
     """Return the published shape of the first row, or None if it has our columns."""
-    for source in _sources(path, split, config):
+    for _, source in _sources(path, split, config):
         for _, row in source.scan():
             return shapes.shape_of(shapes.renamed(row, column_names))
     return None
@@ -151,7 +152,7 @@ def close_all() -> None:
 def _stamp(path: str | Path) -> tuple[Any, ...]:
     """Return a stamp of the path, which differs once a file or folder of it has changed."""
     stamps = []
-    for part in _parts(path):
+    for _, part in _parts(path):
         for name in [part, *sorted(glob.glob(part, recursive=True))]:
             place = Path(name).expanduser()
             # Other folders are refused, and may hold a whole disk.
@@ -204,45 +205,52 @@ def _normalized(where: str, row: Row, columns: Sequence[str], names: Sequence[st
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".arrow", ".tsv", ".txt")
 
 
-def _parts(path: str | Path) -> list[str]:
-    """Return the files, folders, patterns and names that a path consists of.
+def names_of(path: str | Path) -> list[str]:
+    """Return the parts of a path that commas separate."""
+    if Path(path).expanduser().exists():
+        return [str(path)]
+    return [part.strip() for part in str(path).split(",") if part.strip()] or [str(path)]
 
-    A gs:// address stands for local copies of its objects.
+
+def _parts(path: str | Path) -> list[tuple[int, str]]:
+    """Return (number, name) of the files, folders, patterns and names that a path consists of.
+
+    The number is that of the part of the path. A gs:// address stands for local copies of its
+    objects.
     """
-    whole = Path(path).expanduser()
-    if whole.exists():
-        return [str(whole)]
-    parts = []
-    for part in str(path).split(","):
-        part = part.strip()
-        if gcs.is_address(part):
-            parts += [str(file) for file in local_copies.files(part)]
-        elif part:
-            parts.append(part)
-    return parts or [str(path)]
+    parts: list[tuple[int, str]] = []
+    for number, part in enumerate(names_of(path)):
+        files = local_copies.files(part) if gcs.is_address(part) else [Path(part).expanduser()]
+        parts += [(number, str(file)) for file in files]
+    return parts
 
 
-def _sources(path: str | Path, split: str | None, config: str | None) -> Iterator[Source]:
-    """Yield the sources of the rows of each part of the path."""
+def _sources(
+    path: str | Path, split: str | None, config: str | None
+) -> Iterator[tuple[int, Source]]:
+    """Yield (number of the part of the path, source of rows) of all sources."""
     if python_rows.is_name(str(path)):
         _refuse_dataset_flags(str(path), split, config)
-        yield python_rows.source(str(path))
+        yield 0, python_rows.source(str(path))
         return
-    for part in _parts(path):
-        place = Path(part).expanduser()
-        if place.is_dir() and formats.is_saved_dataset(place):
-            yield formats.saved_rows(place, split)
-        elif place.exists() or not glob.has_magic(part):
-            if _is_hub_name(part, place):
-                yield formats.hub_rows(part, config, split)
-                continue
-            _refuse_dataset_flags(part, split, config)
-            yield from _file_rows(_existing_file(place))
-        else:
-            _refuse_dataset_flags(part, split, config)
-            names = sorted(glob.glob(str(place), recursive=True))
-            for name in names or [str(place)]:
-                yield from _file_rows(_existing_file(Path(name)))
+    for number, part in _parts(path):
+        for source in _sources_of(part, split, config):
+            yield number, source
+
+
+def _sources_of(part: str, split: str | None, config: str | None) -> Iterator[Source]:
+    """Yield the sources of the rows of one part of a path."""
+    place = Path(part)
+    if place.is_dir() and formats.is_saved_dataset(place):
+        yield formats.saved_rows(place, split)
+    elif not (place.exists() or glob.has_magic(part)) and _is_hub_name(part, place):
+        yield formats.hub_rows(part, config, split)
+    else:
+        _refuse_dataset_flags(part, split, config)
+        is_pattern = not place.exists() and glob.has_magic(part)
+        names = sorted(glob.glob(part, recursive=True)) if is_pattern else []
+        for name in names or [part]:
+            yield from _file_rows(_existing_file(Path(name)))
 
 
 def _is_hub_name(part: str, place: Path) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tpu_rl.data.files import Row
 from tpu_rl.data.images import is_pil
+from tpu_rl.data.stored_rows import part_numbers, take
 from tpu_rl.errors import DamagedDataError, InputError
 
 
@@ -116,6 +117,8 @@ class RowStream:
             InputError: if it is a position in another stream, unless its rows are accepted.
             DamagedDataError: if it is not a position.
         """
+        if isinstance(state, dict):
+            state = {"weights": []} | state  # Older states have none.
         if not isinstance(state, dict) or state.keys() != self.get_state().keys():
             raise DamagedDataError(
                 "this is no position in a data stream",
@@ -143,10 +146,12 @@ def stream(
     repeat: bool = True,
     accepted: Collection[str] = (),
     source_fingerprint: str | None = None,
+    weights: Sequence[float] = (),
 ) -> RowStream:
     """Return the rows of `source` in batches.
 
-    Batches continue from one epoch into the next.
+    Batches continue from one epoch into the next. With weights, each part of the data has epochs
+    of its own, and every stretch of the stream has rows of the parts in their shares.
 
     Args:
         source: the rows.
@@ -156,9 +161,12 @@ def stream(
         repeat: whether to begin again at the end. If not, the last batch may be short.
         accepted: fingerprints of other rows. Positions saved with those are positions in these.
         source_fingerprint: `fingerprint` of the source, if it is known.
+        weights: one for each part of `part_numbers`, above 0; the share of a part in the stream.
+            Empty: rows count alike. The stream is then endless.
 
     Raises:
-        InputError: if the batch size is below 1, or there are no rows.
+        InputError: if the batch size is below 1, there are no rows, or a part with a weight has
+            none.
     """
     import grain
 
@@ -176,13 +184,21 @@ def stream(
             why="there is nothing to train on",
             fix="give a file with rows",
         )
-    random_access: Any = source
-    dataset = grain.MapDataset.source(random_access).seed(seed)
-    if shuffle:
-        dataset = dataset.shuffle()
-    if repeat:
+
+    def ordered(rows: Any, seed: int, endless: int) -> Any:
+        dataset = grain.MapDataset.source(rows).seed(seed)
+        if shuffle:
+            dataset = dataset.shuffle()
         # Endless in practice: grain cannot count batches of 1 of a dataset without end.
-        dataset = dataset.repeat(max(2**62 // len(source), 1))
+        return dataset.repeat(max(endless // len(rows), 1)) if endless else dataset
+
+    if weights:
+        parts = rows_of_parts(source, len(weights))
+        dataset = grain.MapDataset.mix(
+            [ordered(part, seed + number, 2**50) for number, part in enumerate(parts)], weights
+        )
+    else:
+        dataset = ordered(source, seed, 2**62 if repeat else 0)
     # Without threads and prefetching, the state is exactly that after the last batch.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches = iter(dataset.batch(batch_size, batch_fn=list).to_iter_dataset(options))
@@ -192,5 +208,25 @@ def stream(
         "seed": seed,
         "batch_size": batch_size,
         "shuffle": shuffle,
+        "weights": list(weights),
     }
     return RowStream(batches, batch_size, identity, accepted)
+
+
+def rows_of_parts(rows: Any, num_parts: int) -> list[Sequence[Row]]:
+    """Return the rows of each part of the data.
+
+    Raises:
+        InputError: if there is another number of parts, or one has no rows.
+    """
+    numbers = part_numbers(rows)
+    parts = [take(rows, np.flatnonzero(numbers == number)) for number in range(num_parts)]
+    empty = [number + 1 for number, part in enumerate(parts) if not len(part)]
+    if empty:
+        raise InputError(
+            f"part {empty[0]} of the data has a weight and no training row",
+            where="--data.weights",
+            why="its rows were dropped or held out, or these data are one part",
+            fix="hold out a file of its own (--data.evaluation-path), or leave out the part",
+        )
+    return parts

@@ -289,8 +289,10 @@ def _without_added_nulls(row: Row) -> Row:
 class Joined:
     """The rows of several sequences, one after the other."""
 
-    def __init__(self, parts: Sequence[Any]):
+    def __init__(self, parts: Sequence[Any], numbers: Sequence[int] | None = None):
+        """Join the parts. `numbers` say of which part of a path each is; see `part_numbers`."""
         self._parts = parts
+        self._numbers = numbers
         self._ends = list(accumulate(len(part) for part in parts))
 
     def __len__(self) -> int:
@@ -305,6 +307,11 @@ class Joined:
         number = bisect_right(self._ends, index)
         part = self._parts[number]
         return where_of(part, index - self._ends[number] + len(part))
+
+    def part_numbers(self) -> np.ndarray:
+        if self._numbers is None:
+            return np.concatenate([part_numbers(part) for part in self._parts])
+        return np.repeat(self._numbers, [len(part) for part in self._parts])
 
 
 class WithNumber:
@@ -322,6 +329,9 @@ class WithNumber:
 
     def where(self, index: int) -> str:
         return where_of(self._rows, index)
+
+    def part_numbers(self) -> np.ndarray:
+        return part_numbers(self._rows)
 
 
 # --- what others see ---
@@ -356,6 +366,10 @@ class StoredRows(Sequence[Row]):
     def where(self, index: int) -> str:
         """Return the file and the line, or the like, of a row."""
         return where_of(self._source, int(self._indices[index]))
+
+    def part_numbers(self) -> np.ndarray:
+        """Return [rows] int; see the function of this name."""
+        return part_numbers(self._source)[np.asarray(self._indices)]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -397,6 +411,12 @@ def where_of(rows: Any, index: int) -> str:
     """Return where a row was read, or its number if it was made."""
     find = getattr(rows, "where", None)
     return find(index) if find is not None else f"row {index + 1}"
+
+
+def part_numbers(rows: Any) -> np.ndarray:
+    """Return [rows] int: of which part of a path, with commas between parts, each row is."""
+    find = getattr(rows, "part_numbers", None)
+    return find() if find is not None else np.zeros(len(rows), int)
 
 
 @contextmanager

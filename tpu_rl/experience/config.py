@@ -28,6 +28,9 @@ class FileData:
     (text or messages), `messages`, or `prompt` and `completion`, and any others; for preferences
     `prompt, chosen, rejected`, or `prompt, completion, label` if each completion is graded by
     itself."""
+    weights: tuple[float, ...] = ()
+    """Shares of the files that commas separate in `path`, one number each, as in 0.7 0.3. Each file
+    then has epochs of its own. The default: every row counts alike."""
     evaluation_path: str | None = None
     """Held-out rows. Without it, the last rows of `path` are held out and never trained on."""
     split: str | None = None

@@ -44,6 +44,7 @@ def make_stream(
     run_dir: Path,
     data_path: str | None = None,
     accept_change: bool = False,
+    weights: Sequence[float] = (),
 ) -> data.RowStream:
     """Return the rows of a file, endlessly, in batches, after comparing them with the run's.
 
@@ -55,6 +56,7 @@ def make_stream(
         run_dir: the run folder, with the digests of the rows that the run began with.
         data_path: where the rows are from, for error messages.
         accept_change: whether rows that differ are accepted.
+        weights: of the parts of the data; see `data.stream`.
 
     Raises:
         InputError: if the rows differ and that is not accepted, or differ between processes.
@@ -72,6 +74,7 @@ def make_stream(
         batch_size,
         accepted=tuple(earlier_fingerprints),
         source_fingerprint=current.fingerprint,
+        weights=weights,
     )
 
 

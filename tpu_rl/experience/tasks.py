@@ -80,6 +80,7 @@ def make_stream(
         run_dir=run_dir,
         data_path=data_config.path,
         accept_change=accept_dataset_change,
+        weights=data_config.weights,
     )
 
 
@@ -185,8 +186,9 @@ def file_rows(
 ) -> tuple[Sequence[Row], Sequence[Row]]:
     """Return (training rows, held-out rows) of `files`.
 
-    Without a second file, the last rows are held out: `num_held_out`, but a tenth of all at most.
-    Of formats with several rows per problem, see `solution_rows`.
+    Without a second file, the last rows are held out: `num_held_out`, but a tenth of all at most;
+    with weights, of each part of the data in its share. Of formats with several rows per problem,
+    see `solution_rows`.
 
     Raises:
         InputError: if no file is given, or a row lacks a column or is not valid.
@@ -205,8 +207,24 @@ def file_rows(
     rows = read_rows(files, files.path, spec, files.split)
     if files.evaluation_path is not None:
         return rows, read_rows(files, files.evaluation_path, spec, files.evaluation_split)
+    if files.weights:
+        return _split_parts(files, rows, num_held_out)
     num_train = len(rows) - min(num_held_out, len(rows) // 10)
     return rows[:num_train], rows[num_train:]
+
+
+def _split_parts(
+    files: FileData, rows: Sequence[Row], num_held_out: int
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Return `file_rows` of parts with weights: the last rows of each part are held out."""
+    numbers = data.part_numbers(rows)
+    held_out = []
+    for part, weight in enumerate(files.weights):
+        own = np.flatnonzero(numbers == part)
+        share = round(num_held_out * weight / sum(files.weights))
+        held_out += own[len(own) - min(share, len(own) // 10) :].tolist()
+    train = np.setdiff1d(np.arange(len(rows)), held_out)
+    return data.take(rows, train), data.take(rows, np.array(held_out, int))
 
 
 def _chosen_rows(
