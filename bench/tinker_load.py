@@ -317,27 +317,31 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     server = Server(args.to)
-    is_right = True
-    print(f"memory at the start: {server.memory():.0f} MiB")
-    for number in range(1, args.rounds + 1):
-        differing = parallel(server)
-        print(f"round {number}: {REQUESTS} requests of {CLIENTS} adapters: {differing} differ")
-        refused, going_on = lost(server)
-        print(f"  {LOST} clients vanished: {refused} not let in, {going_on} sessions go on")
-        count, failures = hostile(server)
-        print(f"  {count} hostile requests: {len(failures)} internal errors")
-        for line in failures[:10]:
-            print(f"    {line}")
-        print(f"  memory: {server.memory():.0f} MiB")
-        is_right &= not (differing or refused or going_on or failures)
-        is_right &= server.process.poll() is None
+    try:
+        is_right = all([a_round(server, number + 1) for number in range(args.rounds)])
+    finally:
+        server.process.terminate()
+        status = server.process.wait(120)
     errors = [line for line in server.log.read_text().splitlines() if line.startswith("error")]
-    print(f"lines of errors in the server's log: {len(errors)}")
+    print(f"lines of errors in the server's log: {len(errors)}; its exit status: {status}")
     for line in errors[:10]:
         print(f"  {line[:300]}")
-    server.process.terminate()
-    print(f"exit status of the server: {server.process.wait(120)}")
     return 0 if is_right and not errors else 1
+
+
+def a_round(server: Server, number: int) -> bool:
+    """Do all three parts, print what happened, and return True if nothing was lost."""
+    differing = parallel(server)
+    print(f"round {number}: {REQUESTS} requests of {CLIENTS} adapters: {differing} differ")
+    refused, going_on = lost(server)
+    print(f"  {LOST} clients vanished: {refused} not let in, {going_on} sessions go on")
+    count, failures = hostile(server)
+    print(f"  {count} hostile requests: {len(failures)} internal errors")
+    for line in failures[:10]:
+        print(f"    {line}")
+    print(f"  memory: {server.memory():.0f} MiB")
+    is_alive = server.process.poll() is None
+    return is_alive and not (differing or refused or going_on or failures)
 
 
 if __name__ == "__main__":
