@@ -163,19 +163,29 @@ def sample(
     seed: int = 0,
 ) -> Scored:
     """Return scored completions of rows by a model that is no part of a run."""
+    engine = compose.engine(config, decoding(config, language, settings, purpose, seed), scorer)
+    return by_episode(engine.roll_out(params, RolloutRequest(list(rows), step)))
+
+
+def decoding(
+    config: ExperimentConfig,
+    language: roles.Language,
+    settings: SamplerConfig,
+    purpose: Purpose,
+    seed: int = 0,
+) -> Decoding:
+    """Return how a model that is no part of a run answers problems as a run's settings say."""
     mesh = compose.make_mesh(MeshConfig())
-    decoding = Decoding(
+    return Decoding(
         RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh),
         settings,
-        answer_accuracy.ANY_LENGTH if not config.agent else config.sampling.max_prompt_tokens,
+        config.sampling.max_prompt_tokens if config.agent else answer_accuracy.ANY_LENGTH,
         seed,
         purpose,
         config.sampling.stop_strings,
         compose.environment(config),
         evaluators.limited(config.sampling.thinking),
     )
-    engine = compose.engine(config, decoding, scorer)
-    return by_episode(engine.roll_out(params, RolloutRequest(list(rows), step)))
 
 
 # --- files ---

@@ -30,7 +30,16 @@ from rich.table import Table
 from tpu_rl import data, models, sampler
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import compose, evaluate_q_sharp, evaluators, meshes, preflight, roles, stages
+from tpu_rl.commands import (
+    answers,
+    compose,
+    evaluate_q_sharp,
+    evaluators,
+    meshes,
+    preflight,
+    roles,
+    stages,
+)
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
 from tpu_rl.commands.saved_run import load_language, load_run, trained_length
@@ -50,8 +59,7 @@ from tpu_rl.evaluation.step_search import StepSearch
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.rewards import answer_readers, registry
-from tpu_rl.rollout.engine import Decoding, Scorer
-from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.rollout.engine import Scorer
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params, Purpose
@@ -416,20 +424,11 @@ def answer(
         settings["sampled"] = replace(
             greedy, temperature=flags.temperature, samples_per_prompt=flags.samples
         )
-    mesh = compose.make_mesh(MeshConfig())
-    policy = RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh)
     readers = answer_readers(config.evaluation_reward)
     results = {}
     for name, sampler_settings in settings.items():
-        decoding = Decoding(
-            policy,
-            sampler_settings,
-            config.sampling.max_prompt_tokens if config.agent else answer_accuracy.ANY_LENGTH,
-            flags.seed,
-            Purpose.EVALUATION,
-            config.sampling.stop_strings,
-            compose.environment(config),
-            evaluators.limited(config.sampling.thinking),
+        decoding = answers.decoding(
+            config, language, sampler_settings, Purpose.EVALUATION, flags.seed
         )
         engine = compose.engine(config, decoding, scorer)
         if name == "sampled" and flags.search:
