@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import data, environments, models, tokenizers
-from tpu_rl.commands import config, preflight, run
+from tpu_rl.commands import config, preflight, roles, run
 from tpu_rl.data import files as row_files
 from tpu_rl.diagnosis import host_agreement, secret_settings, training_health
 from tpu_rl.errors import InputError, MachineError, TpuRlError
@@ -304,6 +304,20 @@ def test_models(directory, number):
     change(directory)
     with pytest.raises(InputError, match=message) as error:
         models.load(directory)
+    require_remedy(error.value)
+
+
+@pytest.mark.parametrize("role", ["policy", "teacher"])
+def test_a_classifier_does_not_write(directory, role):
+    """Its embedding would pass for a vocabulary's head, and its text would be noise."""
+    flags = {
+        "policy": ["arithmetic_grpo", "--model.path", str(directory)],
+        "teacher": ["arithmetic_gkd", "--algorithm.teacher", str(directory)],
+    }
+    settings = config.parse(flags[role])
+    change_config(directory, architectures=["LlamaForSequenceClassification"], num_labels=1)
+    with pytest.raises(InputError, match="a head of 1 numbers and writes no text") as error:
+        roles.role_models(settings, roles.from_config(settings, roles.model_directory(settings)))
     require_remedy(error.value)
 
 

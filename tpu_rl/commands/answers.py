@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl import models
+from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, evaluators, roles
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig
@@ -72,6 +73,7 @@ def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, 
     config = with_model(config, address)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
+    roles.require_writer(language.model)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 
@@ -93,6 +95,13 @@ def with_model(config: ExperimentConfig, address: str) -> ExperimentConfig:
     """Return the configuration with the model at an address, as it is."""
     model = replace(config.model, path=address, random_init=False, lora=models.LoraConfig())
     return replace(config, model=model)
+
+
+def address_of(member: str) -> str:
+    """Return the directory of a model, or of a run's trained model."""
+    if remote_run.is_run(member):
+        return str(remote_run.fetch(member) / "model")
+    return str(models.find_directory(roles.model_path(member)))
 
 
 def problems_of(config: ExperimentConfig, is_whole: bool) -> list[Row]:

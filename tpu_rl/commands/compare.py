@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tpu_rl import models, run_files
+from tpu_rl import run_files
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import answers, config, finish, roles
+from tpu_rl.commands import answers, config, finish
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
@@ -180,7 +180,7 @@ def answers_of(
             continue
         if settings is None:
             raise InputError("a model and a file of answers", where=member, fix="give problems")
-        model = address_of(member)
+        model = answers.address_of(member)
         of = answers.identity(settings, model, samples=flags.samples, temperature=flags.temperature)
         digest = answers.short_hash(of)
         path = Path(flags.keep) / f"{digest}.jsonl" if flags.keep is not None else None
@@ -193,13 +193,6 @@ def answers_of(
                 answers.write(path, item, of)
         found[member] = item
     return found
-
-
-def address_of(member: str) -> str:
-    """Return the directory or hub id of a model, or of a run's trained model."""
-    if remote_run.is_run(member):
-        return str(remote_run.fetch(member) / "model")
-    return str(models.find_directory(roles.model_path(member)))
 
 
 def common(found: dict[str, Answers]) -> dict[str, Answers]:

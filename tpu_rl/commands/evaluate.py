@@ -19,6 +19,7 @@ import functools
 import math
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -52,6 +53,7 @@ from tpu_rl.evaluation import (
     guided_accuracy,
     harness,
     held_out_loss,
+    model_kl,
     step_search,
 )
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
@@ -61,7 +63,8 @@ from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Scorer
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.tokenizers import TokenizerConfig
+from tpu_rl.sampler.text_scores import Score
+from tpu_rl.tokenizers import TokenizerConfig, require_same_tokens
 from tpu_rl.types import Params, Purpose
 
 FILE_PRESET = "grpo"
@@ -139,6 +142,9 @@ class Flags:
     """--search: how many continuations of each beginning are sampled; a divisor of --samples."""
     step_end: str = "\n"
     """--search: the text that ends a step."""
+    kl_to: str | None = None
+    """Report the KL divergence per token of the model to this model or run, on --samples
+    completions of each problem at temperature 1."""
     target_entropy: float | None = None
     """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
@@ -187,8 +193,11 @@ def main(argv: list[str]) -> int:
         if flags.guide is not None:
             report_guided(config, language, params, problems, scorer, flags)
             return 0
+        score = None if flags.kl_to is None else other_score(flags, config, language)
         results = answer(config, language, params, problems, scorer, flags)
         report(flags, scorer, results)
+        if score is not None:
+            report_kl(flags, model_kl.per_token(results["sampled"].rollout, score))
         if flags.target_entropy is not None:
             report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
     except TpuRlError as error:
@@ -216,6 +225,13 @@ def check(flags: Flags) -> None:
             where="--target-entropy",
             why="it is that of sampled completions of the model alone",
             fix="use a number above 0 such as 0.3, without --greedy and --guide",
+        )
+    if flags.kl_to is not None and (flags.temperature != 1 or flags.greedy or flags.search):
+        raise InputError(
+            "--kl-to with another distribution than the model's own",
+            where="--kl-to",
+            why="it is an expectation over completions that the model itself samples",
+            fix="leave out --temperature, --greedy and --search",
         )
     if flags.judge and (flags.samples < 2 or flags.greedy or flags.guide):
         raise InputError(
@@ -507,6 +523,35 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             console.print(calibration.as_text(name, result.calibration), markup=False)
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language) -> Score:
+    """Return what scores texts by the model of --kl-to.
+
+    Raises:
+        InputError: if it reads other tokens, or completions are more than one turn of the model.
+    """
+    assert flags.kl_to is not None
+    if config.environment or config.agent or evaluators.limited(config.sampling.thinking).is_on:
+        raise InputError(
+            "--kl-to with conversations or limits of thoughts",
+            where="--kl-to",
+            why="it is measured on single turns that the model alone writes",
+            fix='add --environment "", or leave it out',
+        )
+    directory = Path(answers.address_of(flags.kl_to))
+    require_same_tokens(language.tokenizer, directory, "--kl-to")
+    other, params = load_language(flags.kl_to, config)
+    role = models.role(other.model, lambda tree: tree)
+    return functools.partial(sampler.text_scorer(role, compose.make_mesh(MeshConfig())), params)
+
+
+def report_kl(flags: Flags, kl: Estimate) -> None:
+    """Print the KL divergence of the model to that of --kl-to."""
+    print(
+        f"KL({flags.model} || {flags.kl_to}): {kl.value:.4f} nats per token "
+        f"({kl.low:.4f} to {kl.high:.4f}, {kl.n} problems)"
+    )
 
 
 MAX_ENTROPY_ROWS = 64

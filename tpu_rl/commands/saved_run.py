@@ -91,6 +91,7 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
     config = replace(config, model=model_config)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
+    roles.require_writer(language.model)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 
