@@ -507,8 +507,10 @@ def test_bco_remembers_the_mean_of_its_steps():
     ],
 )
 def test_settings_out_of_range_are_refused(values):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError) as error:
         replace(DpoConfig(), **values)
+    # The error names the flag of a setting, not the method.
+    assert str(error.value.where).startswith("--algorithm.")
 
 
 def test_settings_of_judged_completions_out_of_range_are_refused():

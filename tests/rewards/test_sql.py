@@ -3,6 +3,7 @@
 import sqlite3
 import time
 
+import numpy as np
 import pytest
 
 from tests.fixtures.reward_scores import score
@@ -75,7 +76,17 @@ def test_values_are_compared_without_rounding_errors():
     assert values("sql_match", ["SELECT 0.1 + 0.2"], "SELECT 0.3") == [1]
     assert values("sql_match", ["SELECT 2.0"], "SELECT 2") == [1]
     assert values("sql_match", ["SELECT 123456789012"], "SELECT 123456789013") == [0]
-    assert values("sql", ["SELECT 1 WHERE 0"], "SELECT 2 WHERE 0") == [10]
+
+
+def test_gold_results_without_rows_are_named_and_can_be_left_out(capsys):
+    sql_pool._say_empty.cache_clear()
+    queries = ["SELECT 1 WHERE 0", "SELECT 1"]
+    gold = "SELECT 2 WHERE 0"
+    assert values("sql", queries, gold) == [10, 0.5]
+    assert values("sql_match", queries, gold) == [1, 0]
+    assert capsys.readouterr().err.count("any query without rows is right") == 1
+    assert np.isnan(values("sql(empty=false)", queries, gold)).all()
+    assert values("sql_match(empty=false)", queries, "SELECT 1") == [0, 1]
 
 
 def test_shares_of_empty_results():

@@ -70,6 +70,55 @@ def test_calls_are_read_in_published_forms(text):
         assert tool_matching.calls_of(text) == [F]
 
 
+ARGUMENTS = '{"x": 1, "y": "a"}'
+TAGS = "<parameter=x>\n1\n</parameter>\n<parameter=y>\na\n</parameter>\n</function>"
+NAMED_TAGS = '<parameter name="x">1</parameter><parameter name="y">a</parameter></invoke>'
+PAIRS = (
+    "<arg_key>x</arg_key><arg_value>1</arg_value><arg_key>y</arg_key><arg_value>a</arg_value>"
+    "</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>\n<function=f>\n{TAGS}\n</tool_call>",
+        f"I look. <function=f>\n{TAGS}",
+        f"<tool_call>f\n{PAIRS}",
+        f'<minimax:tool_call><invoke name="f">{NAMED_TAGS}</minimax:tool_call>',
+        f'<function_calls><invoke name="f">{NAMED_TAGS}</function_calls>',
+        f"f\n{ARGUMENTS}",
+        f"<|assistant|>f\n{ARGUMENTS}<|observation|>",
+        f"<function=f>{ARGUMENTS}</function>",
+        f"[TOOL_CALLS]f{ARGUMENTS}",
+        "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+        f"{ARGUMENTS}<|call|>",
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="false">1'
+        '</｜DSML｜parameter><｜DSML｜parameter name="y" string="true">a</｜DSML｜parameter>'
+        "</｜DSML｜invoke></｜DSML｜tool_calls>",
+        f'functools[{{"name": "f", "arguments": {ARGUMENTS}}}]',
+        f'{{"tool_calls": [{{"name": "f", "args": {ARGUMENTS}}}]}}',
+        f'{{"type": "tool_use", "name": "f", "input": {ARGUMENTS}}}',
+    ],
+)
+def test_calls_in_further_published_forms(text):
+    assert score("tool_calls", [text, text], answer=[[F._asdict()], []]) == [3, -3]
+
+
+def test_the_columns_of_tools_say_which_type_a_tag_writes():
+    text = f"<tool_call>\n<function=f>\n{TAGS}\n</tool_call>"
+    tools = [{"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}]
+    as_text = [{"name": "f", "arguments": {"x": "1", "y": "a"}}]
+    # Without `tools`, the gold value has the type; with them, they have it for both.
+    assert score("tool_calls", [text] * 2, answer=[as_text, [F._asdict()]]) == [3, 3]
+    rewards = score("tool_calls", [text] * 2, answer=[as_text, text], tools=[tools, tools])
+    assert rewards == [6 * 3 / 4 - 3, 3]
+    wrong = text.replace("1", "one")
+    assert score("tool_calls", [wrong], answer=[[F._asdict()]]) == [6 * 3 / 4 - 3]
+    with pytest.raises(InputError, match="column 'tools' of the data"):
+        score("tool_calls", [text], answer=[text], tools=[[{"type": "function"}]])
+
+
 def test_names_of_toolace_have_spaces():
     text = '[Market Trends API(trend_type="MARKET_INDEXES, (x", country="us"), a.b/c(n=[1, 2])]'
     assert tool_matching.calls_of(text) == [

@@ -211,6 +211,35 @@ TEMPLATES = {
         ),
     ),
     "function_call": ("function_call", turns(f"<function_call> {OBJECT}")),
+    "dsml": (
+        "dsml",
+        turns(
+            '<｜DSML｜invoke name="{{ c.name }}">\n'
+            + PAIRS
+            + '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">'
+            "{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n{% endfor %}"
+            "</｜DSML｜invoke>\n",
+            "<｜DSML｜function_calls>\n",
+            "</｜DSML｜function_calls>",
+        ),
+    ),
+    "step3": (
+        "step3",
+        turns(
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{{ c.name }}">'
+            + PAIRS
+            + '<steptml:parameter name="{{ k }}">{{ words(v) }}</steptml:parameter>{% endfor %}'
+            "</steptml:invoke><｜tool_call_end｜>",
+            "<｜tool_calls_begin｜>",
+            "<｜tool_calls_end｜>",
+        ),
+    ),
+    "internlm": ("internlm", turns(f"<|action_start|><|plugin|>\n{OBJECT}<|action_end|>")),
+    "longcat": ("longcat", turns(f"<longcat_tool_call>{OBJECT}</longcat_tool_call>")),
+    "llama_function": (
+        "function",
+        turns("<function={{ c.name }}>{{ a | tojson }}</function>"),
+    ),
     "plain": ("plain", turns("<tool>{{ c.name }}({{ a | tojson }})</tool>")),
 }
 

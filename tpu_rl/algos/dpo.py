@@ -113,41 +113,52 @@ class DpoConfig:
 
     def __post_init__(self):
         ranges.check(self)
-        problem = self._problem()
+        field, problem = self._problem()
         if problem:
-            raise InputError(problem, where="--algorithm", fix="see --help-all")
+            flag = field.replace("_", "-")
+            raise InputError(problem, where=f"--algorithm.{flag}", fix="see --help-all")
 
-    def _problem(self) -> str:
-        """Describe a conflict between settings, or return ""."""
+    def _problem(self) -> tuple[str, str]:
+        """Return the field at fault in a conflict between settings, and the conflict, or ""."""
         problem = robust.conflict(self.robust_radius, self.robust_ball)
         if problem:
-            return problem
+            return "robust_radius", problem
         if self.reference_mix > 0 and self.reference == "none":
-            return f"{self.loss} has no reference that could move"
+            return "reference_mix", f"{self.loss} has no reference that could move"
         names = self.weights
         if any(not math.isfinite(weight) or weight <= 0 for weight in names.values()):
-            return f"a weight of the losses is not above 0: {names}"
+            return "further_losses", f"a weight of the losses is not above 0: {names}"
         matched = [name for name in names if preference.PAIR_LOSSES[name].matched]
-        if matched and (self.weigh_by_policy or self.robust_radius or len(names) > 1):
-            return f"{matched[0]} compares no pairs, so it has no weights of pairs and is no term"
+        weighing = {
+            "weigh_by_policy": self.weigh_by_policy,
+            "robust_radius": self.robust_radius,
+            "further_losses": len(names) > 1,
+        }
+        for field, is_set in weighing.items():
+            if matched and is_set:
+                no_pairs = "compares no pairs, so it has no weights of pairs and is no term"
+                return field, f"{matched[0]} {no_pairs}"
         if matched and self.reference_free:
-            return f"{matched[0]} needs a reference"
+            return "reference_free", f"{matched[0]} needs a reference"
         if self.reference_free and self.f_divergence != "reverse_kl":
-            return "reference_free has no reference from which f_divergence could measure"
+            return (
+                "f_divergence",
+                "reference_free has no reference from which f_divergence could measure",
+            )
         options = {option for name in names for option in preference.PAIR_LOSSES[name].options}
         for field, option in (("simpo_margin", "margin"), ("alpha_po", "alpha_po")):
             if option not in options and getattr(self, field) != getattr(DpoConfig, field):
-                return f"{', '.join(names)} reads no {field}"
+                return field, f"{', '.join(names)} reads no {field}"
         # Label smoothing is for the losses of a sum that know it.
         knowing = [
             name for name in names if "label_smoothing" in preference.PAIR_LOSSES[name].options
         ]
         for name in names:
             smoothing = self.label_smoothing if name in knowing or not knowing else 0.0
-            problem = preference.conflict(name, smoothing, self.f_divergence, self.f_alpha)
+            field, problem = preference.conflict(name, smoothing, self.f_divergence, self.f_alpha)
             if problem:
-                return problem
-        return ""
+                return field, problem
+        return "", ""
 
     @property
     def weights(self) -> dict[str, float]:

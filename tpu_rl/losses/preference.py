@@ -382,20 +382,22 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 }
 
 
-def conflict(name: str, label_smoothing: float, divergence: Divergence, alpha: float) -> str:
-    """Return why these settings do not go together, or "" if they do."""
+def conflict(
+    name: str, label_smoothing: float, divergence: Divergence, alpha: float
+) -> tuple[str, str]:
+    """Return the setting at fault and why the settings do not go together; ("", "") if they do."""
     loss = PAIR_LOSSES[name]
     if not 0 <= label_smoothing < 0.5:
-        return f"label smoothing {label_smoothing} is not in [0, 0.5)"
+        return "label_smoothing", f"label smoothing {label_smoothing} is not in [0, 0.5)"
     if label_smoothing > 0 and "label_smoothing" not in loss.options:
-        return f"{name} has no label smoothing"
+        return "label_smoothing", f"{name} has no label smoothing"
     if name == "exo" and label_smoothing == 0:
-        return f"{name} needs label smoothing above 0"
+        return "label_smoothing", f"{name} needs label smoothing above 0"
     if divergence != "reverse_kl" and not loss.difference:
-        return f"{name} is defined for the reverse KL only"
+        return "f_divergence", f"{name} is defined for the reverse KL only"
     if divergence == "alpha" and alpha == 1:
-        return "the alpha divergence with alpha 1 is reverse_kl"
-    return ""
+        return "f_alpha", "the alpha divergence with alpha 1 is reverse_kl"
+    return "", ""
 
 
 # --- pairs across a step ---

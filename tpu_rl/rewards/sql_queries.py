@@ -37,11 +37,12 @@ Row = tuple[Any, ...]
 
 
 def check(completions: Sequence[str], database: Sequence[str]) -> list[float]:
-    """Return 1 for each query that runs on its database.
+    """Return 1 for each query that runs on its database, 0 if its result has no rows.
 
     Raises:
         ValueError: if one does not run, or returns more than `MAX_ROWS` rows.
     """
+    values = []
     for query, where in zip(completions, database, strict=True):
         try:
             rows = _rows(where, query)
@@ -54,7 +55,8 @@ def check(completions: Sequence[str], database: Sequence[str]) -> list[float]:
         names = [str(name).replace('"', '""') for (name,) in tables]
         if not any(_rows(where, f'SELECT 1 FROM "{name}" LIMIT 1') for name in names):
             raise ValueError("the tables of its database have no rows, so that all results agree")
-    return [1.0] * len(completions)
+        values.append(float(bool(rows)))
+    return values
 
 
 def share(

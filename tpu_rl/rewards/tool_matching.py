@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,12 @@ _NAME = re.compile(
 
 _NEXT_OBJECT = re.compile(r"\}[^\S\n]*\n\s*\{(?=\s*\"name\")")
 """The border of two calls in one mark, which ToolRL writes one a line."""
+_HARMONY = re.compile(
+    r"\bto=functions\.[^<]{0,200}(?:<\|(?:channel|constrain)\|>[^<]{0,80}){0,2}<\|message\|>"
+)
+_FUNCTOOLS = re.compile(r"\A\s{0,9}functools\[")
+_GLM4 = re.compile(r"(?:\A|<\|assistant\|>)\s{0,9}([\w.\-]{1,128})[^\S\n]{0,9}\n\s{0,9}\{")
+"""The name of a tool in a line of its own, and then an object."""
 _LONGEST_CODE = 10_000
 
 
@@ -31,21 +38,37 @@ def tool_calls() -> Reward:
     number of equal values], with J(a, b) = |a and b| / |a or b| of multisets; R = 6 S / S_max - 3
     with S_max = 1 + sum (1 + number of keys). Equal calls in the same order get 3, unreadable ones
     -3 (ToolRL, arXiv 2504.13958). Calls are read in every format of chat templates, as JSON
-    (xLAM) and as [name(key=value)] (ToolACE). `answer` is a list of {"name", "arguments"}, or a
-    text of these forms; an empty list where no call is right.
+    (xLAM) and as [name(key=value)] (ToolACE). Tags do not write types (Qwen3-Coder, GLM-4.5): the
+    column `tools` has them, or else the gold values. `answer` is a list of {"name", "arguments"},
+    or a text of these forms; an empty list where no call is right. Any other text is no call.
     """
 
     def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        answer: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        **_: Any,
     ) -> list[float]:
         del prompts
+        schemas = composed.references(
+            "tools",
+            tools or [None] * len(answer),
+            _tools_of,
+            'a list of {"type": "function", "function": {"name": "f", "parameters": {...}}}',
+        )
+        of_row = iter(schemas)
         golds = composed.references(
-            "answer", answer, calls_of, '[{"name": "f", "arguments": {"x": 1}}], or [f(x=1)]'
+            "answer",
+            answer,
+            lambda value: calls_of(value, next(of_row)),
+            '[{"name": "f", "arguments": {"x": 1}}], or [f(x=1)]',
         )
         rewards = []
-        for completion, gold in zip(completions, golds, strict=True):
+        for completion, gold, row_tools in zip(completions, golds, schemas, strict=True):
             try:
-                rewards.append(match(_made(completion), gold))
+                rewards.append(match(_made(completion, _typed_by(gold, row_tools)), gold))
             except composed.NO_READING:
                 rewards.append(-3.0)
         return rewards
@@ -76,21 +99,42 @@ def match(found: Sequence[ToolCall], gold: Sequence[ToolCall]) -> float:
     return 6 * total / most - 3
 
 
-def calls_of(value: Any) -> list[ToolCall]:
+def _tools_of(value: Any) -> formats.Tools:
+    tools: Any = json.loads(value or "[]") if isinstance(value, str) else value or []
+    formats.parameters_of(tools)
+    return tools
+
+
+def _typed_by(gold: Sequence[ToolCall], tools: formats.Tools) -> formats.Tools:
+    """Return tools in which a parameter without a type has the type of its gold value, or text."""
+    parameters = {name: dict(schemas) for name, schemas in formats.parameters_of(tools).items()}
+    for call in gold:
+        schemas = parameters.setdefault(call.name, {})
+        for key, value in call.arguments.items():
+            if not formats.kinds_of(schemas.get(key)):
+                schemas[key] = {"type": [formats.kind_of(value), "string"]}
+    return [{"name": n, "parameters": {"properties": p}} for n, p in parameters.items()]
+
+
+def calls_of(value: Any, tools: formats.Tools = ()) -> list[ToolCall]:
     """Return the calls of a list, of an object, or of a text in any form; none for "[]".
+
+    `tools` are schemas with the types of arguments that are written without quotation marks.
 
     Raises:
         ValueError: if they cannot be read.
     """
     if isinstance(value, str):
-        return _read(value)
+        return _read(value, tools)
+    if isinstance(value, dict) and isinstance(value.get("tool_calls"), list):
+        value = value["tool_calls"]
     calls = formats.from_message({"tool_calls": [value] if isinstance(value, dict) else value})
     if not isinstance(value, dict | list):
         raise ValueError("it is no list of calls")
     return _readable(calls.calls)
 
 
-def _made(completion: Any) -> list[ToolCall]:
+def _made(completion: Any, tools: formats.Tools) -> list[ToolCall]:
     """Return the calls of the model's last message; none for a text that begins none."""
     if not isinstance(completion, str):
         said = [message for message in completion if message.get("role") == "assistant"]
@@ -100,9 +144,9 @@ def _made(completion: Any) -> list[ToolCall]:
     if not spans.without_thoughts(text).strip():
         raise ValueError("it says nothing")
     if spans.answer_of(text).startswith(("[", "{")) or _format_of(text) is not None:
-        return _read(text)
+        return _read(text, tools)
     try:
-        return _read(text)
+        return _read(text, tools)
     except ValueError:
         return []
 
@@ -112,21 +156,23 @@ def _format_of(text: str) -> str | None:
     text = spans.without_thoughts(text)
     rows = formats.FORMATS.items()
     found = next((name for name, row in rows if any(map(text.__contains__, row.openings))), None)
-    # It has no opening mark.
-    if found is None and re.search(
-        r"\bto=functions\.[^<]{0,200}(?:<\|constrain\|>[^<]{0,80})?<\|message\|>", text
-    ):
-        return "harmony"
+    # The others have no opening mark.
+    if found is None:
+        patterns = {"harmony": _HARMONY, "granite": _FUNCTOOLS, "glm4": _GLM4}
+        found = next((name for name, pattern in patterns.items() if pattern.search(text)), None)
     return found
 
 
-def _read(text: str) -> list[ToolCall]:
+def _read(text: str, tools: formats.Tools) -> list[ToolCall]:
     format_name = _format_of(text)
     if format_name is not None:
         body = spans.without_thoughts(text)
         if format_name == "hermes":
             body = _NEXT_OBJECT.sub("}</tool_call><tool_call>{", body)
-        calls = formats.parse(body, format_name, ()).calls
+        if format_name == "glm4":
+            # Without `tools`, every such name is a call.
+            tools = [*({"name": name} for name in _GLM4.findall(body)), *tools]
+        calls = formats.parse(body, format_name, tools).calls
         if not calls:
             raise ValueError("its mark of a call has no call")
         return _readable(calls)

@@ -9,9 +9,16 @@
     olmo      <function_calls>f(x=1)</function_calls>, one a line
     gemma4    <|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>
     gemma     f(x=1) as Python, in a block that begins with ```tool_code (Gemma 3)
-    mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}], or [TOOL_CALLS]f[ARGS]{...}
+    mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}], or [TOOL_CALLS]f[ARGS]{...},
+              also without [ARGS]
     deepseek  <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜> (V3.1; in V3 and R1 the
               name is followed by a block of JSON)
+    dsml      <｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">... (DeepSeek-V3.2,
+              V4), and step3 with <steptml:invoke name="f"><steptml:parameter name="x">...
+    function  <function=f>{...}</function> (Llama 3.1's own tools), or Qwen3-Coder's tags without
+              <tool_call>
+    internlm  <|action_start|><|plugin|>{"name": "f", "parameters": {...}}<|action_end|>
+    longcat   <longcat_tool_call>{"name": "f", "arguments": {...}}</longcat_tool_call>
     plain     <tool>f({"x": 1})</tool>, or <tool>f: text</tool> for a tool with one parameter: the
               protocol of base models, whose prompt must explain it. Make </tool> a stop string.
 
@@ -140,7 +147,7 @@ def parse(text: str, format_name: str, tools: Tools, in_thought: bool = False) -
         in_thought: whether the prompt has begun a thought.
     """
     row = FORMATS[format_name]
-    turn = row.read(text, row, _parameters(tools), in_thought)
+    turn = row.read(text, row, parameters_of(tools), in_thought)
     return turn._replace(calls=[_checked(call) for call in turn.calls])
 
 
@@ -174,7 +181,8 @@ Parameters = Mapping[str, Mapping[str, Any]]
 """Tool -> the schemas of its parameters."""
 
 
-def _parameters(tools: Tools) -> Parameters:
+def parameters_of(tools: Tools) -> Parameters:
+    """Return the schemas of the parameters of tools."""
     properties = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -347,6 +355,22 @@ FUNCTION_TAGS = _Tags("<function=", "<parameter=", ">", "</function>", "</parame
 """Qwen3-Coder, Qwen3.5, Seed-OSS."""
 INVOKE_TAGS = _Tags('<invoke name="', '<parameter name="', '"', "</invoke>", "</parameter>")
 """MiniMax-M2."""
+DSML_TAGS = _Tags(
+    '<｜DSML｜invoke name="',
+    '<｜DSML｜parameter name="',
+    '"',
+    "</｜DSML｜invoke>",
+    "</｜DSML｜parameter>",
+)
+"""DeepSeek-V3.2 and V4."""
+STEP_TAGS = _Tags(
+    '<steptml:invoke name="',
+    '<steptml:parameter name="',
+    '"',
+    "</steptml:invoke>",
+    "</steptml:parameter>",
+)
+"""Step3."""
 
 
 def _read_tags(text: str, start: int, stop: int, parameters: Parameters) -> tuple[Calls, int]:
@@ -372,8 +396,11 @@ def _read_tagged(body: str, tags: _Tags, parameters: Parameters) -> ToolCall | B
     name, _, rest = body.partition(tags.name_end)
     name = name.strip()
     arguments: dict[str, Any] = {}
-    position = rest.find(">") + 1 if tags is INVOKE_TAGS else 0
+    position = rest.find(">") + 1 if tags is not FUNCTION_TAGS else 0
     position = _skip_space(rest, position)
+    if rest.startswith("{", position):
+        calls, end = _read_arguments(name, rest, position)
+        return BadCall("there is text after its arguments") if rest[end:].strip() else calls[0]
     while position < len(rest):
         key_end = rest.find(tags.name_end, position + len(tags.parameter))
         begin = rest.find(">", key_end) + 1
@@ -385,12 +412,32 @@ def _read_tagged(body: str, tags: _Tags, parameters: Parameters) -> ToolCall | B
         if tags is FUNCTION_TAGS:
             # One line break at each end belongs to the tags.
             value = value.removeprefix("\n").removesuffix("\n")
+        schema = parameters.get(name, {}).get(key)
+        # DeepSeek's tags say themselves whether a value is a text.
+        if (stated := rest[key_end + 1 : begin - 1].strip()) == 'string="true"':
+            schema = {"type": "string"}
+        elif stated == 'string="false"' and not kinds_of(schema):
+            schema = {"type": [*_ALIASES.values(), "null"]}
         try:
-            arguments[key] = _as_typed(value, parameters.get(name, {}).get(key))
+            arguments[key] = _as_typed(value, schema)
         except ValueError as error:
             return BadCall(f"the parameter {key} {error}")
         position = _skip_space(rest, end + len(tags.parameter_end))
     return ToolCall(name, arguments)
+
+
+def _reader_of(tags: _Tags) -> Callable[[str, int, str | None, Parameters], tuple[Calls, int]]:
+    """Return the reader of a body that begins behind the opening tag of a call."""
+
+    def read(
+        text: str, start: int, closing: str | None, parameters: Parameters
+    ) -> tuple[Calls, int]:
+        stop = text.find(tags.function_end, start)
+        if stop < 0:
+            return [BadCall(f"it does not end with {closing}")], len(text)
+        return [_read_tagged(text[start:stop], tags, parameters)], stop
+
+    return read
 
 
 def _read_pairs(name: str, rest: str, parameters: Parameters) -> ToolCall | BadCall:
@@ -417,7 +464,7 @@ def _read_pairs(name: str, rest: str, parameters: Parameters) -> ToolCall | BadC
 # --- values without quotation marks ---
 
 
-def _kinds(schema: Any) -> set[str]:
+def kinds_of(schema: Any) -> set[str]:
     """Return the names of the types that a schema allows; none if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -431,7 +478,7 @@ def _kinds(schema: Any) -> set[str]:
     if not names:
         values = schema.get("enum")
         values = values if isinstance(values, list) else []
-        names = {_kind_of(value) for value in [*values, *([schema["const"]] * ("const" in schema))]}
+        names = {kind_of(value) for value in [*values, *([schema["const"]] * ("const" in schema))]}
     return names | ({"null"} if schema.get("nullable") is True and names else set())
 
 
@@ -454,7 +501,8 @@ def _type_names(schema: Mapping[str, Any]) -> set[str]:
     return {_ALIASES.get(name, name) for name in names}
 
 
-def _kind_of(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type in JSON schemas."""
     match value:
         case None:
             return "null"
@@ -480,7 +528,7 @@ def _as_typed(text: str, schema: Any) -> Any:
     Raises:
         ValueError: if the text is no value of these types.
     """
-    kinds = _kinds(schema)
+    kinds = kinds_of(schema)
     word = text.strip()
     if "null" in kinds and word in ("null", "None"):
         return None
@@ -497,7 +545,7 @@ def _as_typed(text: str, schema: Any) -> Any:
             continue
         is_read = True
         break
-    kind = _kind_of(value)
+    kind = kind_of(value)
     if is_read and (kind in kinds or (kind == "integer" and "number" in kinds)):
         return value
     if is_read and isinstance(value, float) and "integer" in kinds and value.is_integer():
@@ -616,7 +664,10 @@ def _read_mistral(
     del closing, parameters
     following = text.find("[TOOL_CALLS]", start)
     arguments = text.find("[ARGS]", start, None if following < 0 else following)
-    if text.startswith(("[", "{"), start) or not start <= arguments:
+    bare = re.compile(r"([\w.\-]{1,200})\s*(?=\{)").match(text, start)
+    if bare is not None:
+        calls, end = _read_arguments(bare[1], text, bare.end())
+    elif text.startswith(("[", "{"), start) or not start <= arguments:
         calls, end = _read_json(text, start)
     else:
         name = text[start:arguments].partition("[CALL_ID]")[0].strip()
@@ -842,7 +893,9 @@ def _as_call(value: Any) -> ToolCall | BadCall:
         name = value.get("name", value.get("tool_name"))
     if not isinstance(name, str):
         return BadCall('it is no JSON object with "name" and "arguments"')
-    arguments = value.get("arguments", value.get("parameters"))
+    # The last two are of LangChain and Anthropic.
+    names = ("arguments", "parameters", "args", "input")
+    arguments = next((value[key] for key in names if key in value), None)
     if isinstance(arguments, str):
         try:
             arguments = _DECODER.decode(arguments) if arguments.strip() else {}
@@ -969,6 +1022,29 @@ FORMATS: dict[str, Format] = {
         _read_named,
         brackets=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
+    "dsml": Format(
+        (DSML_TAGS.function,),
+        DSML_TAGS.function_end,
+        _reader_of(DSML_TAGS),
+        brackets=tuple(
+            f"<{end}｜DSML｜{name}>"
+            for name in ("function_calls", "tool_calls")
+            for end in ("", "/")
+        ),
+    ),
+    "step3": Format(
+        (STEP_TAGS.function,),
+        STEP_TAGS.function_end,
+        _reader_of(STEP_TAGS),
+        brackets=(
+            "<｜tool_calls_begin｜>",
+            "<｜tool_calls_end｜>",
+            "<｜tool_call_begin｜>function<｜tool_sep｜>",
+            "<｜tool_call_end｜>",
+        ),
+    ),
+    "internlm": Format(("<|action_start|><|plugin|>",), "<|action_end|>"),
+    "longcat": Format(("<longcat_tool_call>",), "</longcat_tool_call>"),
     "harmony": Format(read=_read_harmony, template_marks=("<|channel|>",)),
     "lfm2": Format(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "granite": Format(
@@ -984,6 +1060,9 @@ FORMATS: dict[str, Format] = {
     "cohere": Format(("<|START_ACTION|>",), "<|END_ACTION|>"),
     "apriel": Format(("<tool_calls>",), "</tool_calls>"),
     "hermes": Format(("<tool_call>",), "</tool_call>"),
+    "function": Format(
+        (FUNCTION_TAGS.function,), FUNCTION_TAGS.function_end, _reader_of(FUNCTION_TAGS)
+    ),
     "function_call": Format(("<function_call>",), "</function_call>"),
     "llama": Format(
         ("<|python_tag|>", "<|python_start|>"),
