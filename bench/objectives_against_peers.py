@@ -270,6 +270,17 @@ def make_rollout() -> tuple[Rollout, dict[str, np.ndarray]]:
     return rollout, arrays
 
 
+def table_roles() -> dict[str, Role]:
+    """Return policy and reference, each a table of logits."""
+    return {
+        name: Role(
+            lambda params, rows, name=name: params[name][rows.tokens],
+            lambda params, hidden: hidden,
+        )
+        for name in ("policy", "reference")
+    }
+
+
 def our_batch(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tuple[Any, ...]:
     """Return our algorithm, its params, its batch and the layout of that."""
     old = np.zeros(rollout.tokens.shape)
@@ -277,19 +288,12 @@ def our_batch(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tu
     old = jnp.where(rollout.action_mask, jnp.asarray(old), 0.0)
     rollout = replace(rollout, log_probs=old, behaviour_log_probs=old)
     experience = tiny.experience(rollout, row_length=48, micro_batch_rows=1)
-    roles = {
-        name: Role(
-            lambda params, rows, name=name: params[name][rows.tokens],
-            lambda params, hidden: hidden,
-        )
-        for name in ("policy", "reference")
-    }
     params = {
         "policy": jnp.asarray(arrays["table"]),
         "reference": jnp.asarray(arrays["reference_table"]),
     }
     sampling = Sampling(temperature=1.0, max_new_tokens=LIMIT)
-    algorithm = FACTORIES[type(case.ours)](case.ours, roles, sampling)
+    algorithm = FACTORIES[type(case.ours)](case.ours, table_roles(), sampling)
     batch, _ = algorithm.make_batch(experience, params, None)
     return algorithm, params, batch, experience[1]
 
@@ -316,16 +320,20 @@ def our_advantages(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) 
     return np.where(arrays["mask"] > 0, values, 0.0)
 
 
-def flags(case: Case) -> str:
+def flags(case: Any) -> str:
     """Return the flags that differ from the defaults of our method."""
     config = case.ours
     method = FACTORIES[type(config)].__name__
     changed = [
-        f"--algorithm.{name.replace('_', '-')} {value}"
+        f"--algorithm.{name.replace('_', '-')} {as_written(value)}"
         for name, value in vars(config).items()
         if value != getattr(type(config)(), name)
     ]
     return f"`{' '.join([f'--algorithm {method}', *changed])}`"
+
+
+def as_written(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def name_there(case: Case) -> str:
