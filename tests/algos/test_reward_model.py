@@ -13,6 +13,7 @@ from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.errors import InputError
+from tpu_rl.evaluation import reward_accuracy
 from tpu_rl.losses import preference, reward_score
 from tpu_rl.proofs import tiny
 from tpu_rl.rewards.reward_model import ScoreReadout
@@ -103,6 +104,42 @@ def test_the_loss_is_the_mean_over_pairs_and_members(float64, penalty):
     assert metrics["preference/accuracy"] == pytest.approx(np.mean(right))
     assert metrics["preference/margin"] == pytest.approx(np.mean(margins), rel=1e-6)
     assert metrics["preference/spread"] == pytest.approx(np.mean(spreads), rel=1e-6)
+
+
+def test_ratings_are_a_regression(float64):
+    """The mean over completions and members of (r - coef score)^2, by hand."""
+    config = RewardModelConfig(pairs="rated", heads=2, margin_coef=0.5)
+    # Two outputs for each token, whatever is before it.
+    role = Role(lambda params, rows: params[rows.tokens], lambda params, hidden: hidden)
+    params = jax.random.normal(jax.random.key(0), (tiny.VOCABULARY, 2))
+    ratings = tiny.pairs()
+    ratings = ratings.replace(margin=jnp.arange(len(ratings.tokens)) - 2.0)
+    experience = tiny.experience(ratings)
+    value, metrics, _ = loss_of(reward_model, config, experience, {"reward": role}, params)
+    rows = np.arange(len(ratings.tokens))
+    ends = [ends_of(ratings)[1][row] for row in rows]
+    predicted = np.asarray(params)[np.asarray(ratings.tokens)[rows, ends]]
+    scores = 0.5 * np.asarray(ratings.margin)
+    assert value == pytest.approx(np.square(predicted - scores[:, None]).mean(), rel=1e-6)
+    assert metrics["preference/loss"] == pytest.approx(value, rel=1e-6)
+    error = np.square(predicted.mean(-1) - scores).mean()
+    assert metrics["preference/squared_error"] == pytest.approx(error, rel=1e-6)
+    assert metrics["preference/rating"] == pytest.approx(scores.mean(), rel=1e-6)
+    assert config.experience.columns == ("prompt", "completion", "score")
+
+
+def test_ratings_of_one_prompt_are_pairs_of_an_evaluation():
+    rows = [
+        {"prompt": prompt, "completion": text, "score": score, "row": row}
+        for row, (prompt, text, score) in enumerate(
+            [("p", "a", 3), ("q", "b", 2), ("p", "c", 4), ("p", "d", 3), ("r", "e", 1)]
+        )
+    ]
+    pairs = reward_accuracy.of_ratings(rows)
+    assert [(row["chosen"], row["rejected"], row["problem"]) for row in pairs] == [
+        ("c", "a", 0),
+        ("c", "d", 0),
+    ]
 
 
 def test_one_pair_by_hand():

@@ -274,6 +274,44 @@ def test_columns_by_other_names_and_where_rows_are(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("helpfulness", 3),
+        ("0.65*helpfulness + 0.5*correctness", 2.95),
+        ("chosen-rating", 9),
+        ("helpfulness-correctness-2", -1.0),
+        ("-helpfulness+.5", -2.5),
+        ("2*turns.-1.value-turns.0.value", 9.0),
+    ],
+)
+def test_a_column_may_be_a_sum_of_others(source, value):
+    row = {"helpfulness": 3, "correctness": 2, "chosen-rating": 9}
+    row["turns"] = [{"value": 1}, {"value": 5}]
+    assert data.shapes.renamed(row, [f"score={source}"])["score"] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("score=a+text", "`text` is no number"),
+        ("score=a-b", "no column `b`"),
+        ("score=a*2", "no column `a\\*2`"),
+    ],
+)
+def test_a_sum_that_is_none_is_refused(name, what):
+    with pytest.raises(ValueError, match=what):
+        data.shapes.renamed({"a": 1, "text": "x"}, [name])
+
+
+@pytest.mark.parametrize("score", ["3", None, True])
+def test_a_score_is_a_number(tmp_path, score):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": "p", "completion": "c", "score": score}) + "\n")
+    with pytest.raises(InputError, match="`score` is a number"):
+        data.read(file, ("prompt", "completion", "score"))
+
+
+@pytest.mark.parametrize(
     ("item", "what"),
     [('{"prompt": "\\ud83d"}', "surrogate"), ('{"prompt": "%s"}' % ("a" * 10**7), "10,000,01")],
 )

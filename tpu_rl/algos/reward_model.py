@@ -13,8 +13,15 @@ mean - penalty x standard deviation, and `worst_share` puts the smallest member 
 share of the mean. With `robust_radius`, the weights w are the worst ones within
 that total variation of equal weights, for each member separately (arXiv 2503.00539).
 
-Deviations: the resample is drawn as Poisson(1) counts from a hash of the pair's tokens (the online
-bootstrap), so that a pair counts the same in every epoch and after a resume.
+Ratings, completions with a score each (HelpSteer2, arXiv 2406.08673; UltraFeedback), take a
+regression in place of the comparison:
+
+    loss = sum_completions w 1/K sum_k (r_k - score)^2
+
+Deviations: HelpSteer2 has a head for each attribute. The weighted sum of such heads is one head
+that learns the weighted sum of the attributes, which `--data.columns` computes. The resample is
+drawn as Poisson(1) counts from a hash of the pair's tokens (the online bootstrap), so that a pair
+counts the same in every epoch and after a resume.
 """
 
 from __future__ import annotations
@@ -60,9 +67,9 @@ from tpu_rl.types import (
 class RewardModelConfig:
     """Rewards are in nats: a margin of 1 wins with probability sigmoid(1)."""
 
-    pairs: Literal["given", "reference"] = "given"
+    pairs: Literal["given", "reference", "rated"] = "given"
     """given: the data file has pairs. reference: completions are sampled from the model as it
-    starts and compared by --reward."""
+    starts and compared by --reward. rated: rows have a prompt, a completion and a score."""
     heads: Count = 1
     """Members of the ensemble on one trunk."""
     trunks: Count = 1
@@ -75,9 +82,10 @@ class RewardModelConfig:
     """Each member learns from its own resample of the pairs."""
     margin_coef: NotNegative = 1.0
     """Coefficient of the margin that the data give a pair (sampled pairs: the difference of
-    --reward)."""
+    --reward). Ratings are multiplied by it."""
     centering_coef: NotNegative = 0.0
-    """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero."""
+    """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero. Ratings need
+    none, and have none."""
     robust_radius: float = 0.0
     """Total variation within which the worst weights of an optimizer step's pairs are used."""
     robust_ball: Ball = "tv"
@@ -95,6 +103,9 @@ class RewardModelConfig:
 
     @property
     def experience(self) -> ExperienceSpec:
+        if self.pairs == "rated":
+            columns = ("prompt", "completion", "score")
+            return ExperienceSpec("pairs", columns, sampled_by=None, graded=True)
         return pairs_from(self.pairs)
 
     @property
@@ -111,7 +122,7 @@ class RewardModelConfig:
             penalty=self.penalty, others=tuple(others), worst_share=self.worst_share
         )
         trained[first] = member._replace(reading=reading)
-        return with_reference(trained, needed=self.pairs != "given")
+        return with_reference(trained, needed=self.pairs == "reference")
 
 
 @struct.dataclass
@@ -121,9 +132,10 @@ class Batch:
     rows: PackedRows
     weights: dict[str, Array]
     """"member_k": the weight of each pair for member k, at the first token of the better
-    completion."""
+    completion; of each rating, at its end."""
     pairs: Array
-    """1 / number of pairs of the optimizer step, at the same tokens: the weights of metrics."""
+    """1 / number of pairs, or ratings, of the optimizer step, at the same tokens: the weights of
+    metrics."""
     ends: Array
     """bool: True where rewards are read."""
     preferred: Array
@@ -134,19 +146,25 @@ class Batch:
 def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build a reward model. It learns from Pairs.
 
-    Completions that were judged alone count nothing.
+    Completions that were judged alone count nothing, unless they have ratings.
     """
     del sampling
+    is_rated = config.pairs == "rated"
     member_count = config.heads * config.trunks
 
     def compare(params: Params, batch: Batch) -> tuple[Array, Pair]:
         """Return the losses and the rewards of both completions, [R, S, members], at every token of
-        a pair."""
+        a pair; of ratings, the rewards and the scores at each end."""
         outputs = []
         for name in config.members:
             hidden = roles[name].hidden(params, batch.rows)
             outputs.append(roles[name].logits(params, hidden))
         rewards = jnp.concatenate(outputs, axis=-1)
+        if is_rated:
+            pair = Pair(rewards, jnp.broadcast_to(batch.margin[..., None], rewards.shape))
+            return jnp.where(
+                batch.ends[..., None], jnp.square(pair.chosen - pair.rejected), 0
+            ), pair
         scores_of_members = jax.vmap(pair_scores, in_axes=(-1, None, None, None), out_axes=-1)
         pair = scores_of_members(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
         margin = batch.margin[..., None]
@@ -157,9 +175,13 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         pairs, layout = experience
         assert isinstance(pairs, Pairs)
         mask = pairs.action_mask
-        equal = pair_weights(
-            mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches
-        )
+        last = reward_score.last_actions(mask)
+        if is_rated:
+            equal = masked.token_mean(last, layout.minibatch, layout.minibatches)
+        else:
+            equal = pair_weights(
+                mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches
+            )
         counts = jnp.ones((len(pairs.tokens), member_count))
         if config.bootstrap:
             counts = bootstrap_counts(pairs.tokens, mask, pairs.group_id, member_count)
@@ -170,7 +192,7 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
             rows=layout.rows(pairs.tokens),
             weights=weights,
             pairs=layout.pack(equal),
-            ends=layout.pack(reward_score.last_actions(mask), False),
+            ends=layout.pack(last, False),
             preferred=layout.pack(pairs.preferred[:, None] & mask, False),
             margin=layout.pack(jnp.where(mask, config.margin_coef * pairs.margin[:, None], 0.0)),
         )
@@ -195,6 +217,17 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
             reward_score.pessimistic(scores, config.penalty, config.worst_share)
             for scores in (pair.chosen, pair.rejected)
         )
+        if is_rated:
+            metrics = {
+                "preference/squared_error": masked.weighted_average(
+                    jnp.square(better - batch.margin), batch.pairs
+                ),
+                "preference/predicted": masked.weighted_average(better, batch.pairs),
+                "preference/rating": masked.weighted_average(batch.margin, batch.pairs),
+                "preference/spread": masked.weighted_average(pair.chosen.std(-1), batch.pairs),
+                "preference/loss": Sum(value, weights.sum()),
+            }
+            return value, metrics
         spread = 0.5 * (pair.chosen.std(-1) + pair.rejected.std(-1))
         metrics = pair_metrics(better, worse, batch.pairs)
         metrics["preference/loss"] = Sum(value, weights.sum())

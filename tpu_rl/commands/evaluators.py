@@ -400,9 +400,10 @@ def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOu
     if compose.learns_from_given_pairs(stage):
         given = compose.require_pairs(context.config, context.language.tokenizer)
         _require_same_rows(given.held_out)
-        return reward_accuracy.given_pairs(
-            given.train, given.held_out, context.language.tokenizer, context.max_length
-        )
+        rows = [given.train, given.held_out]
+        if stage.algorithm.experience.graded:
+            rows = [reward_accuracy.of_ratings(ratings) for ratings in rows]
+        return reward_accuracy.given_pairs(*rows, context.language.tokenizer, context.max_length)
     rows = _evaluation_rows(context)
     if not rows:
         return None

@@ -126,8 +126,8 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
     """Return rows `prompt, chosen, rejected`, or `prompt, completion, label`, as arrays.
 
     Each row is a group: of two completions, the chosen one first, or of one graded completion. The
-    column `margin`, if a row has it, says how much better the chosen completion is. Longer texts
-    are cut at their end.
+    column `margin`, if a row has it, says how much better the chosen completion is; the `score` of
+    a rated completion, in place of `label`, becomes its margin. Longer texts are cut at their end.
 
     Args:
         rows: the rows.
@@ -145,13 +145,14 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
         if "chosen" in row:
             sides = [("chosen", True), ("rejected", False)]
         else:
-            sides = [("completion", bool(row["label"]))]
+            sides = [("completion", bool(row.get("label", True)))]
         for side, is_good in sides:
             text = {"prompt": row["prompt"], "completion": row[side]}
             texts.append(text | {"tools": row.get("tools"), "images": row.get("images")})
             group_id.append(i)
             preferred.append(is_good)
-            margin.append(float(row.get("margin") or 0.0))
+            rating = row.get("score") if "label" not in row and "chosen" not in row else None
+            margin.append(float(row.get("margin") or 0.0) if rating is None else float(rating))
     encoded = demonstrations(texts, tokenizer, max_length)
     arrays: dict[str, Any] = {
         "tokens": encoded.tokens,

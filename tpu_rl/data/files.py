@@ -719,7 +719,7 @@ def warnings(
         text = _all_text(row)
         num_nul += "\x00" in text
         # Pairs and graded completions have several rows per prompt.
-        is_compared = is_compared or "chosen" in row or "label" in row
+        is_compared = is_compared or not row.keys().isdisjoint(("chosen", "label", "score"))
         num_repeating += _repeats_prompt(row)
         num_empty += _has_empty_answer(row)
         if row.get("prompt"):

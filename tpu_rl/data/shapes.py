@@ -80,30 +80,60 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
     """Return the row with columns by other names, NAME=COLUMN, beside their own.
 
     Points reach into objects and lists: `answer=reward_model.ground_truth`, `answer=answers.0`,
-    `answer=conversations.-1.value`.
+    `answer=conversations.-1.value`. A sum of columns with numbers is a number:
+    `score=0.65*helpfulness+0.8*correctness-2`, `margin=score_chosen-score_rejected`.
 
     Raises:
-        ValueError: if a name has another form, or there is no such column.
+        ValueError: if a name has another form, there is no such column, or a part of a sum is no
+            number.
     """
     for name in names:
         column, equals, source = name.partition("=")
         if not equals:
             raise ValueError(f"--data.columns {name} is not of the form NAME=COLUMN")
-        value: Any = row
-        for key in [source] if source in row else source.split("."):
-            is_number = isinstance(value, list) and re.fullmatch("-?[0-9]+", key) is not None
-            place: Any = int(key) if is_number else key
-            try:
-                value = value[place]
-            except (LookupError, TypeError) as error:
-                raise ValueError(
-                    f"--data.columns {name}: there is no column `{source}`; there are "
-                    f"{', '.join(row)}"
-                ) from error
+        is_sum = source not in row and _SUM.fullmatch(source) is not None
+        value = _sum_of(row, name, source) if is_sum else _value_at(row, name, source)
         # A name of a file that the user names is no name of a container.
         is_file = column in images.COLUMNS and isinstance(value, str) and value
         row = row | {column: [value] if is_file else value}
     return row
+
+
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+_TERM = rf"(?:{_NUMBER}\s*\*\s*)?(?:{_NUMBER}|[A-Za-z_]\w*(?:\.(?:-?[0-9]+|\w+))*)"
+_SUM = re.compile(rf"\s*-?\s*(?=.*[*+-]){_TERM}\s*(?:[+-]\s*{_TERM}\s*)*")
+"""Columns and numbers with signs and factors. A name alone is none."""
+
+
+def _value_at(row: Row, name: str, source: str) -> Any:
+    """Return the value of a column, or what points reach in it."""
+    value: Any = row
+    for key in [source] if source in row else source.split("."):
+        is_number = isinstance(value, list) and re.fullmatch("-?[0-9]+", key) is not None
+        place: Any = int(key) if is_number else key
+        try:
+            value = value[place]
+        except (LookupError, TypeError) as error:
+            raise ValueError(
+                f"--data.columns {name}: there is no column `{source}`; there are {', '.join(row)}"
+            ) from error
+    return value
+
+
+def _sum_of(row: Row, name: str, source: str) -> float:
+    """Return the value of a sum of columns and numbers."""
+    total = 0.0
+    for sign, term in re.findall(rf"(?:^|(?<![.]))\s*([+-]?)\s*({_TERM})", source):
+        product = -1.0 if sign == "-" else 1.0
+        for factor in map(str.strip, term.split("*")):
+            is_literal = re.fullmatch(_NUMBER, factor) is not None
+            value = float(factor) if is_literal else _value_at(row, name, factor)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                shown = json.dumps(value, default=repr)[:60]
+                raise ValueError(f"--data.columns {name}: `{factor}` is no number, but {shown}")
+            product *= value
+        total += product
+    return total
 
 
 def shape_of(row: Row) -> Shape | None:
@@ -191,6 +221,10 @@ def check_together(row: Row, columns: Sequence[str]) -> None:
     margin = row.get("margin")
     if "chosen" in columns and not isinstance(margin, int | float | None):
         raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
+    score: Any = row.get("score")
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    if "score" in columns and not (is_number and math.isfinite(score)):
+        raise ValueError(f"`score` is a number, not {json.dumps(score, default=repr)[:60]}")
     if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
         raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
     if "messages" in columns or tuple(columns) == ("prompt", "completion"):

@@ -7,6 +7,7 @@ one problem are not independent.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -135,6 +136,25 @@ def given_pairs(
         "majority": by_vote(held_out, problems),
     }
     return HeldOutPairs(pairs, problems, with_lengths(column_slices(held_out), pairs), rules)
+
+
+def of_ratings(rows: Sequence[Row]) -> list[Row]:
+    """Return pairs of the rated completions of each prompt, the one with the higher score first.
+
+    Equal scores are no pair.
+    """
+    by_prompt: dict[str, list[Row]] = {}
+    for row in rows:
+        by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
+    return [
+        better
+        | {"chosen": better["completion"], "rejected": worse["completion"]}
+        | {"problem": better.get("problem", group[0]["row"])}
+        for group in by_prompt.values()
+        for better in group
+        for worse in group
+        if better["score"] > worse["score"]
+    ]
 
 
 def sampled_pairs(

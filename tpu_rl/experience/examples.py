@@ -58,7 +58,8 @@ def of_row(
         return [_noted("demonstration", texts.tokens[0], notes, tokenizer)]
     if spec.source == "pairs" and spec.sampled_by is None:
         pair = data.pairs([row], tokenizer, max_length)
-        titles = ["chosen", "rejected"] if "chosen" in row else [f"label {bool(row['label'])}"]
+        titles = [f"label {bool(row['label'])}" if "label" in row else f"score {row.get('score')}"]
+        titles = ["chosen", "rejected"] if "chosen" in row else titles
         return [
             _example(title, pair.tokens, pair.action_mask, index, tokenizer)
             for index, title in enumerate(titles)

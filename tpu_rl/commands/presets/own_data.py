@@ -265,8 +265,11 @@ def reward_model() -> ExperimentConfig:
 
         python launch/run.py reward_model --model.path DIR --data.path pairs.jsonl
 
-    A row has a `prompt`, a `chosen` and a `rejected` completion. Use the model folder of the
-    run as a reward: `--reward RUN_DIR/model`.
+    A row has a `prompt`, a `chosen` and a `rejected` completion. With `--algorithm.pairs rated` it
+    has a `prompt`, a `completion` and a `score`. Scores and margins may be sums of other columns:
+    `--data.columns completion=response score=0.65*helpfulness+0.8*correctness`, or
+    `margin=score_chosen-score_rejected`. Use the model folder of the run as a reward: `--reward
+    RUN_DIR/model`.
     """
     base = grpo()
     return replace(
