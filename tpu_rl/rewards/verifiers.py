@@ -26,6 +26,7 @@ from tpu_rl.rewards import (
     sql_pool,
     text_form,
     tool_matching,
+    unit_test_quality,
 )
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.worker_pool import IsolatedReward
@@ -132,6 +133,16 @@ BUILTIN: dict[str, Verifier] = {
         in_workers=True,
         score_unsandboxed=programs.python_tests_unsandboxed,
     ),
+    "python_checks": Verifier(
+        programs.python_checks,
+        in_workers=True,
+        score_unsandboxed=programs.python_checks_unsandboxed,
+    ),
+    # Not during sampling, which would disturb its clock.
+    "python_speed": Verifier(
+        programs.python_speed, score_unsandboxed=programs.python_speed_unsandboxed
+    ),
+    "unit_test_quality": Verifier(unit_test_quality.unit_test_quality),
     **{name: Verifier(score) for name, score in search.REWARDS.items()},
     **_rows_of_tasks(),
 }
