@@ -26,13 +26,52 @@ def test_spoiled_completions_of_an_honest_and_a_hollow_verifier():
     completions = [f"So it is #### {n}" for n in range(1, 9)]
     columns = {"answer": [str(n) for n in range(1, 9)]}
     prompts = ["p"] * 8
-    honest = verifier_bench.arms(rewards.gsm8k, prompts, completions, columns)
-    assert set(honest.values()) == {0.0}
+    labels = np.arange(8) % 4 > 0
+    columns["answer"][::4] = ["9", "9"]
+    honest = verifier_bench.arms(rewards.gsm8k, prompts, completions, columns, labels)
+    # It reads thoughts, too: an answer that never came out of them is accepted.
+    assert honest.pop("right, in thoughts that do not end") == 1.0
+    assert list(honest.values()) == [0.0] * 5
 
     def hollow(completions, **_):
         return [1.0] * len(completions)
 
-    assert set(verifier_bench.arms(hollow, prompts, completions, columns).values()) == {1.0}
+    shares = verifier_bench.arms(hollow, prompts, completions, columns, labels)
+    assert list(shares.values()) == [1.0] * 6
+
+
+def test_three_kinds_of_verdicts_by_hand():
+    values = np.array([1, 1, 0, 0, np.nan, np.nan, 0.0])
+    labels = np.array([1, 0, 1, 0, np.nan, 1, np.nan])
+    counts = verifier_bench.confusion(values, labels)
+    assert counts.tolist() == [[1, 1, 1], [1, 1, 0], [0, 1, 1]]
+    # 2 / (2 + 1 + 2), 2 / (2 + 2 + 1), 2 / (2 + 1 + 1).
+    assert verifier_bench.mean_f1(counts) == pytest.approx((2 / 5 + 2 / 5 + 1 / 2) / 3)
+    assert verifier_bench.judge(values, labels).unscored == [5]
+
+
+def test_the_command_prints_kinds_and_the_f1_of_each_value_of_a_column(tmp_path, capsys):
+    rows = [
+        {"completion": "#### 3", "answer": "3", "label": 1, "type": "integer"},
+        {"completion": "#### 4", "answer": "5", "label": 0, "type": "integer"},
+        {"completion": "I can", "answer": "4", "label": "invalid", "type": "none"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert cli.main(["check-reward", "gsm8k", str(file), "--by", "type"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in printed[5:9]]
+    assert table == [
+        ["label", "judged", "correct", "incorrect", "invalid"],
+        ["correct", "1", "0", "0"],
+        ["incorrect", "0", "1", "0"],
+        ["invalid", "0", "1", "0"],
+    ]
+    # gsm8k gives no verdict "invalid": F1 is 1, 2/3 and 0.
+    assert "F1, mean over kinds: 0.556" in printed
+    assert "F1, type 'integer': 1.000 of 2 rows" in printed
+    assert "F1, type 'none': 0.000 of 1 rows" in printed
+    assert cli.main(["check-reward", "gsm8k", str(file), "--by", "kind"]) == 2
 
 
 def test_the_command_prints_wrong_verdicts(tmp_path, capsys):
@@ -56,6 +95,10 @@ def test_the_command_prints_wrong_verdicts(tmp_path, capsys):
         "accepted, columns of another row: 0.0 %",
         "accepted, first half: 0.0 %",
         "accepted, empty: 0.0 %",
+        "accepted, wrong, with praise: 50.0 %",
+        # "It is three." behind row 1 has no number that gsm8k could read.
+        "accepted, right, then the completion of another row: 50.0 %",
+        "accepted, right, in thoughts that do not end: 50.0 %",
     ]
 
 
@@ -64,6 +107,7 @@ def test_the_command_prints_wrong_verdicts(tmp_path, capsys):
     [
         ('{"completion": "a"}', "not a labeled row"),
         ('{"completion": "a", "label": "right"}', "not a labeled row"),
+        ('{"completion": "a", "label": NaN}', "not a labeled row"),
         ("", "no rows"),
         ('{"completion": "a", "label": 1}', "needs a column 'answer'"),
     ],

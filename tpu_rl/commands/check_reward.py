@@ -2,10 +2,13 @@
 
     python launch/check_reward.py NAME ROWS.jsonl
 
-Each row has `completion`, `label` (1 for right, 0 for wrong, or a number), and the columns that the
-reward reads; `prompt` may be there. This prints the accuracy, the agreement and the AUROC of the
-reward's verdicts, the rows on which it is wrong, and how many of the completions it accepts when
-they are spoiled: halved, empty, or with the columns of another row. Verdicts are values above 0.5.
+Each row has `completion`, `label` (1 for right, 0 for wrong, a number, or "invalid" for what is no
+answer), and the columns that the reward reads; `prompt` may be there. This prints the accuracy, the
+agreement and the AUROC of the reward's verdicts, the rows on which it is wrong, and how many of the
+completions it accepts when they are spoiled: halved, empty, with the columns of another row, wrong
+ones with praise, right ones with another answer behind them or inside of thoughts. Verdicts are
+values above 0.5; a completion without a value is judged invalid. With `--by COLUMN`, F1 is that of
+each value of a column, too, such as the type of answers.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class Flags:
     """As for --reward: a built-in reward, FILE.py:function, or the folder of a reward model."""
     rows: tyro.conf.Positional[str]
     """JSON lines with `completion`, `label` and the columns of the reward."""
+    by: str = ""
+    """Column whose values get an F1 each."""
     show: int = 5
     """Wrong verdicts of each kind to print."""
     allow_unsandboxed_code: bool = False
@@ -64,13 +69,16 @@ def read(file: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["completion"] = rewards.text_of(row["completion"])
-            row["label"] = float(row["label"])
+            invalid = row["label"] == "invalid"
+            row["label"] = float("nan") if invalid else float(row["label"])
+            if not invalid and not np.isfinite(row["label"]):
+                raise ValueError(f"the label is {row['label']}")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise InputError(
                 "not a labeled row",
                 where=f"{file}, line {number}",
                 why=f"{type(error).__name__}: {error}",
-                fix='write {"completion": "...", "label": 1} and the columns of the reward',
+                fix='write {"completion": "...", "label": 1}, 0 or "invalid", and other columns',
             ) from error
         rows.append(row)
     if not rows:
@@ -107,5 +115,32 @@ def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
             print(f"  row {row + 1}, value {values[row]:.3g}: {shorten(completions[row])}")
     for fault in faults[: flags.show]:
         print(f"fault, row {fault.row + 1}: {fault.message}")
-    for arm, share in verifier_bench.arms(function, prompts, completions, columns).items():
+    if np.isnan(labels).any() or flags.by:
+        print_kinds(values, labels, flags.by, columns)
+    for arm, share in verifier_bench.arms(function, prompts, completions, columns, labels).items():
         print(f"accepted, {arm}: {100 * share:.1f} %")
+
+
+def print_kinds(
+    values: np.ndarray, labels: np.ndarray, by: str, columns: dict[str, list[Any]]
+) -> None:
+    """Print the table of three kinds of verdicts and the mean F1, also for each value of `by`."""
+    counts = verifier_bench.confusion(values, labels)
+    print(f"{'label':<10} judged " + " ".join(f"{kind:>9}" for kind in verifier_bench.KINDS))
+    for kind, row in zip(verifier_bench.KINDS, counts, strict=True):
+        print(f"{kind:<10}        " + " ".join(f"{count:9d}" for count in row))
+    print(f"F1, mean over kinds: {verifier_bench.mean_f1(counts):.3f}")
+    if not by:
+        return
+    if by not in columns:
+        raise InputError(
+            f"no column {by!r}",
+            where="--by",
+            why=f"the rows have {', '.join(columns) or 'no further columns'}",
+            fix="name one of them",
+        )
+    texts = np.array([str(value) for value in columns[by]])
+    for value in sorted(set(texts)):
+        rows = texts == value
+        f1 = verifier_bench.mean_f1(verifier_bench.confusion(values[rows], labels[rows]))
+        print(f"F1, {by} {shorten(value)}: {f1:.3f} of {rows.sum()} rows")
