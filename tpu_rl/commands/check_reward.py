@@ -8,7 +8,9 @@ agreement and the AUROC of the reward's verdicts, the rows on which it is wrong,
 completions it accepts when they are spoiled: halved, empty, with the columns of another row, wrong
 ones with praise, right ones with another answer behind them or inside of thoughts. Verdicts are
 values above 0.5; a completion without a value is judged invalid. With `--by COLUMN`, F1 is that of
-each value of a column, too, such as the type of answers.
+each value of a column, too, such as the type of answers. Of rows with prompts it also prints how
+often a right completion is worth more after its own prompt than after the nearest other one, with
+that row's columns: how consistent a reward model is.
 """
 
 from __future__ import annotations
@@ -115,6 +117,11 @@ def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
             print(f"  row {row + 1}, value {values[row]:.3g}: {shorten(completions[row])}")
     for fault in faults[: flags.show]:
         print(f"fault, row {fault.row + 1}: {fault.message}")
+    consistency = verifier_bench.consistency(function, prompts, completions, columns, labels)
+    if np.isfinite(consistency):
+        print(
+            f"right ones worth more than after the nearest other prompt: {100 * consistency:.1f} %"
+        )
     if np.isnan(labels).any() or flags.by:
         print_kinds(values, labels, flags.by, columns)
     for arm, share in verifier_bench.arms(function, prompts, completions, columns, labels).items():

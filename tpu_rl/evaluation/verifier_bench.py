@@ -85,6 +85,41 @@ def judge(values: np.ndarray, labels: np.ndarray) -> Verdicts:
     )
 
 
+def consistency(
+    function: rewards.Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    labels: np.ndarray,
+) -> float:
+    """Return the share of right completions that are worth more after their own prompt than after
+    the one that is nearest to it, with its columns; half of equal values.
+
+    Nearest is what shares most words: |a and b| / |a or b| (contrast instructions, arXiv
+    2309.16155). NaN if no right completion has another prompt.
+    """
+    words = [frozenset(str(prompt).lower().split()) for prompt in prompts]
+    rows, near = [], []
+    for row in np.flatnonzero(labels > 0.5).tolist():
+        others = [other for other, text in enumerate(prompts) if text and text != prompts[row]]
+        shared = [len(words[row] & words[o]) / max(len(words[row] | words[o]), 1) for o in others]
+        if others and prompts[row]:
+            rows.append(row)
+            near.append(others[int(np.argmax(shared))])
+    if not rows:
+        return float("nan")
+
+    def values_of(places: Sequence[int]) -> np.ndarray:
+        asked = [prompts[place] for place in places]
+        texts = [str(completions[row]) for row in rows]
+        answers = rewards.as_answers(asked, texts)
+        of_rows = {name: [values[place] for place in places] for name, values in columns.items()}
+        return rewards.apply("consistency", function, asked, answers, of_rows)[0]
+
+    own, swapped = values_of(rows), values_of(near)
+    return float(((own > swapped) + 0.5 * (own == swapped)).mean())
+
+
 def arms(
     function: rewards.Reward,
     prompts: Sequence[Any],

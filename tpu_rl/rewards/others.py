@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -75,6 +76,63 @@ def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -
     composed.require(make is not None, "dense(of=)", "use a reward model: the folder of its run")
     assert make is not None
     return make(separator.replace("\\n", "\n"), values)
+
+
+def consistent(of: Reward = _one_number, penalty: float = 1.0) -> Reward:
+    """Return the mean of the reward `of` over wordings of the prompt, less `penalty` deviations.
+
+    The wordings are the prompt and those of the column `rewordings`, a list of texts, which take
+    the place of the user's last message in a conversation. A reward model that likes an answer in
+    one wording only is not sure of it (after the average over neighbors of RewardFusion,
+    arXiv 2309.16155). `check_reward` reports how consistent a reward is. A completion without a
+    score in one of the wordings has none.
+    """
+    composed.require(penalty >= 0, f"consistent(penalty={penalty})", "use 0 or more")
+
+    def wordings(prompts: Sequence[Any], *, rewordings: Sequence[Any]) -> list[list[Any]]:
+        texts = composed.references("rewordings", rewordings, _texts, '["another wording", ...]')
+        return [
+            [prompt, *(_reworded(prompt, text) for text in row)]
+            for prompt, row in zip(prompts, texts, strict=True)
+        ]
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
+        rows = wordings(prompts, rewordings=columns["rewordings"])
+        places = [row for row, texts in enumerate(rows) for _ in texts]
+        values = composed.values_of(
+            of,
+            [text for texts in rows for text in texts],
+            [completions[row] for row in places],
+            {name: [column[row] for row in places] for name, column in columns.items()},
+        )
+        found = iter(values)
+        results: list[Any] = []
+        for texts in rows:
+            scores = [next(found) for _ in texts]
+            fault = next((s for s in scores if not isinstance(s, float)), 0.0)
+            numbers = [s for s in scores if isinstance(s, float)]
+            known = len(numbers) == len(scores)
+            spread = penalty * statistics.pstdev(numbers) if known else 0.0
+            results.append(statistics.fmean(numbers) - spread if known else fault)
+        return results
+
+    return composed.declare(score, of, wordings)
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list | tuple) or not all(isinstance(t, str) and t for t in value):
+        raise ValueError("it is no list of texts")
+    return list(value)
+
+
+def _reworded(prompt: Any, text: str) -> Any:
+    """Return a prompt in another wording: a text, or a conversation with another last question."""
+    if isinstance(prompt, str):
+        return text
+    messages = [dict(message) for message in prompt]
+    asked = [message for message in messages if message.get("role") == "user"] or messages
+    asked[-1]["content"] = text
+    return messages
 
 
 def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:
