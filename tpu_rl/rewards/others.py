@@ -151,6 +151,31 @@ def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:
     return implicit_rewards.load(model, reference, beta)
 
 
+def _no_model(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
+) -> list[None]:
+    """Score nothing: stands for `similarity` without a model."""
+    del prompts, answer
+    return [None] * len(completions)
+
+
+def similarity(model: str = "", pooling: str = "mean") -> Reward:
+    """Return how similar each completion is to the text `answer`: the cosine of two embeddings.
+
+    `similarity(model=DIR)` takes the mean of the hidden states of a decoder at all tokens;
+    pooling=last takes those of the last token, as Qwen3-Embedding does. Means of language models
+    are all alike, often above 0.8: center them by a baseline, or use an embedding model. Thoughts
+    are left out; a completion that says nothing gets 0, and one of more than 4096 tokens has none.
+    """
+    composed.require(pooling in ("mean", "last"), f"similarity(pooling={pooling})", "mean or last")
+    if not model:
+        return _no_model
+    # Reward workers import this file, and must not load JAX.
+    from tpu_rl.rewards import embedding
+
+    return embedding.load(model, pooling)
+
+
 def coin(p: float = 0.5) -> Reward:
     """Return 1 with the probability p, whatever the completion says, else 0.
 
