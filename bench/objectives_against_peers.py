@@ -325,7 +325,7 @@ def flags(case: Any) -> str:
     config = case.ours
     method = FACTORIES[type(config)].__name__
     changed = [
-        f"--algorithm.{name.replace('_', '-')} {as_written(value)}"
+        f"--algorithm.{name.replace('_', '-')} {'' if value is True else as_written(value)}".strip()
         for name, value in vars(config).items()
         if value != getattr(type(config)(), name)
     ]

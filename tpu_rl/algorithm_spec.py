@@ -41,6 +41,8 @@ class ScoreReadout:
     mean."""
     worst_share: float = 0.0
     """Share of the smallest member in the score, in place of the mean."""
+    deviations: bool = False
+    """Each head has two outputs, a mean and a deviation of its own."""
     others: tuple[str, ...] = ()
     """Directories, beside the model's, of the ensemble's other trunks."""
 

@@ -296,6 +296,49 @@ def test_the_process_loss_is_the_mean_over_steps(float64):
 # --- ensembles and robust weights ---
 
 
+def test_heads_with_deviations_by_hand():
+    """Means 1, 2 and 4 with deviations 2, 0.5 and 1."""
+    raw = np.log(np.expm1([2.0, 0.5, 1.0]))
+    outputs = jnp.asarray(np.stack([[1.0, 2.0, 4.0], raw], axis=-1).reshape(6))
+    spread = np.sqrt(np.var([1, 2, 4]) + (4 + 0.25 + 1) / 3)
+    assert reward_score.deviation(outputs, True) == pytest.approx(spread)
+    # The surest head says 2, the smallest 1.
+    value = reward_score.pessimistic(outputs, 0.5, 0.25, True)
+    assert value == pytest.approx(0.75 * 2 + 0.25 * 1 - 0.5 * spread)
+
+
+@pytest.mark.parametrize("pairs", ["given", "rated"])
+def test_the_loss_of_heads_with_deviations(float64, pairs):
+    config = RewardModelConfig(pairs=pairs, heads=2, deviations=True, centering_coef=0.1)
+    role = Role(lambda params, rows: params[rows.tokens], lambda params, hidden: hidden)
+    params = jax.random.normal(jax.random.key(0), (tiny.VOCABULARY, 4))
+    data = tiny.pairs()
+    value, metrics, _ = loss_of(
+        reward_model, config, tiny.experience(data), {"reward": role}, params
+    )
+    actual, last = ends_of(data)
+    rows = np.arange(len(data.tokens))
+    outputs = np.asarray(params)[np.asarray(data.tokens)[rows, [last[row] for row in rows]]]
+    means, own = outputs[:, ::2], np.log1p(np.exp(outputs[:, 1::2]))
+    losses = np.log(own) + (means - np.asarray(data.margin)[:, None]) ** 2 / (2 * own**2)
+    if pairs == "given":
+        losses = []
+        for better, worse, margin in actual:
+            scale = np.sqrt(1 + np.pi / 8 * (own[better] ** 2 + own[worse] ** 2))
+            lead = (means[better] - means[worse] - margin) / scale
+            losses += [-log_sigmoid(lead) + 0.1 * (means[better] + means[worse]) ** 2]
+    assert value == pytest.approx(np.mean(losses), rel=1e-6)
+    assert metrics["preference/loss"] == pytest.approx(value, rel=1e-6)
+
+
+def test_the_chance_to_win_is_that_of_two_normal_rewards():
+    """The mean of sigmoid(d) over d ~ N(1.5, 2^2), by MacKay's formula and by a sum."""
+    points = np.linspace(-20, 20, 20_001)
+    weights = np.exp(-((points - 1.5) ** 2) / 8)
+    exact = (weights / (1 + np.exp(-points))).sum() / weights.sum()
+    assert 1 / (1 + np.exp(-1.5 / np.sqrt(1 + np.pi / 8 * 4))) == pytest.approx(exact, abs=0.01)
+
+
 def test_a_pessimistic_prediction_by_hand():
     """1, 2, 3: mean 2, standard deviation sqrt(2/3)."""
     assert float(reward_score.pessimistic(jnp.array([1.0, 2.0, 3.0]), 0.5)) == pytest.approx(

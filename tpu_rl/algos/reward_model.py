@@ -13,15 +13,24 @@ mean - penalty x standard deviation, and `worst_share` puts the smallest member 
 share of the mean. With `robust_radius`, the weights w are the worst ones within
 that total variation of equal weights, for each member separately (arXiv 2503.00539).
 
+With `deviations` each head k says how sure it is: a reward is drawn from N(m_k, s_k^2), and
+
+    loss_k = -log sigmoid((m_chosen - m_rejected - margin) / sqrt(1 + pi/8 (s_chosen^2 +
+                                                                           s_rejected^2)))
+
+which is the chance that the chosen one wins, averaged over both rewards (D. MacKay, Neural
+Computation 4, 1992). The prediction is (1 - worst_share) m of the surest head + worst_share
+min_k m_k (BRME, arXiv 2409.15360). Ratings have log s + (m - score)^2 / (2 s^2).
+
 Ratings, completions with a score each (HelpSteer2, arXiv 2406.08673; UltraFeedback), take a
 regression in place of the comparison:
 
     loss = sum_completions w 1/K sum_k (r_k - score)^2
 
-Deviations: HelpSteer2 has a head for each attribute. The weighted sum of such heads is one head
-that learns the weighted sum of the attributes, which `--data.columns` computes. The resample is
-drawn as Poisson(1) counts from a hash of the pair's tokens (the online bootstrap), so that a pair
-counts the same in every epoch and after a resume.
+Deviations: BRME draws rewards in place of the average. HelpSteer2 has a head for each attribute.
+The weighted sum of such heads is one head that learns the weighted sum of the attributes, which
+`--data.columns` computes. The resample is drawn as Poisson(1) counts from a hash of the pair's
+tokens (the online bootstrap), so that a pair counts the same in every epoch and after a resume.
 """
 
 from __future__ import annotations
@@ -78,6 +87,8 @@ class RewardModelConfig:
     penalty: NotNegative = 0.0
     """Multiple of the members' standard deviation that is subtracted from their mean, in metrics
     and wherever the model is used."""
+    deviations: bool = False
+    """Each head predicts a deviation of its own beside the reward, which `penalty` counts, too."""
     bootstrap: bool = False
     """Each member learns from its own resample of the pairs."""
     margin_coef: NotNegative = 1.0
@@ -115,11 +126,15 @@ class RewardModelConfig:
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        member = RoleSpec(trainable=True, outputs=self.heads)
+        outputs = 2 * self.heads if self.deviations else self.heads
+        member = RoleSpec(trainable=True, outputs=outputs)
         trained = dict.fromkeys(self.members, member)
         first, *others = self.members
         reading = ScoreReadout(
-            penalty=self.penalty, others=tuple(others), worst_share=self.worst_share
+            penalty=self.penalty,
+            others=tuple(others),
+            worst_share=self.worst_share,
+            deviations=self.deviations,
         )
         trained[first] = member._replace(reading=reading)
         return with_reference(trained, needed=self.pairs == "reference")
@@ -162,14 +177,27 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         rewards = jnp.concatenate(outputs, axis=-1)
         if is_rated:
             pair = Pair(rewards, jnp.broadcast_to(batch.margin[..., None], rewards.shape))
-            return jnp.where(
-                batch.ends[..., None], jnp.square(pair.chosen - pair.rejected), 0
-            ), pair
+            losses = jnp.square(pair.chosen - pair.rejected)
+            if config.deviations:
+                means, own = reward_score.means_and_deviations(pair.chosen)
+                errors = jnp.square(means - batch.margin[..., None])
+                losses = jnp.log(own) + errors / (2 * jnp.square(own))
+            return jnp.where(batch.ends[..., None], losses, 0), pair
         scores_of_members = jax.vmap(pair_scores, in_axes=(-1, None, None, None), out_axes=-1)
         pair = scores_of_members(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
         margin = batch.margin[..., None]
-        losses = bradley_terry(pair.chosen, pair.rejected, margin, config.centering_coef)
-        return losses, pair
+        if not config.deviations:
+            losses = bradley_terry(pair.chosen, pair.rejected, margin, config.centering_coef)
+            return losses, pair
+        chosen, chosen_spread = reward_score.means_and_deviations(pair.chosen)
+        rejected, rejected_spread = reward_score.means_and_deviations(pair.rejected)
+        variance = jnp.square(chosen_spread) + jnp.square(rejected_spread)
+        lead = (chosen - rejected - margin) / jnp.sqrt(1 + jnp.pi / 8 * variance)
+        center = config.centering_coef * jnp.square(chosen + rejected)
+        return bradley_terry(lead, jnp.zeros_like(lead)) + center, pair
+
+    def spread_of(outputs: Array) -> Array:
+        return reward_score.deviation(outputs, config.deviations)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
@@ -214,21 +242,21 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         weights = jnp.stack(list(batch.weights.values()), axis=-1) / len(batch.weights)
         value = masked.total(weights * losses, weights > 0)
         better, worse = (
-            reward_score.pessimistic(scores, config.penalty, config.worst_share)
+            reward_score.pessimistic(scores, config.penalty, config.worst_share, config.deviations)
             for scores in (pair.chosen, pair.rejected)
         )
         if is_rated:
-            metrics = {
+            metrics: Metrics = {
                 "preference/squared_error": masked.weighted_average(
                     jnp.square(better - batch.margin), batch.pairs
                 ),
                 "preference/predicted": masked.weighted_average(better, batch.pairs),
                 "preference/rating": masked.weighted_average(batch.margin, batch.pairs),
-                "preference/spread": masked.weighted_average(pair.chosen.std(-1), batch.pairs),
+                "preference/spread": masked.weighted_average(spread_of(pair.chosen), batch.pairs),
                 "preference/loss": Sum(value, weights.sum()),
             }
             return value, metrics
-        spread = 0.5 * (pair.chosen.std(-1) + pair.rejected.std(-1))
+        spread = 0.5 * (spread_of(pair.chosen) + spread_of(pair.rejected))
         metrics = pair_metrics(better, worse, batch.pairs)
         metrics["preference/loss"] = Sum(value, weights.sum())
         metrics["preference/spread"] = masked.weighted_average(spread, batch.pairs)

@@ -50,19 +50,49 @@ def sentence_starts(ends: Array, action_mask: Array) -> Array:
     return jnp.maximum(jnp.maximum(end_before, first_action - 1), 0).astype(jnp.int32)
 
 
-def pessimistic(outputs: Array, penalty: float, worst_share: float = 0.0) -> Array:
+def means_and_deviations(outputs: Array) -> tuple[Array, Array]:
+    """Return what K heads with deviations of their own predict, [..., 2 K] -> two [..., K].
+
+    Each head has two neighboring outputs: a mean m, and x of the deviation s = log(1 + e^x).
+    """
+    return outputs[..., ::2], jax.nn.softplus(outputs[..., 1::2])
+
+
+def pessimistic(
+    outputs: Array, penalty: float, worst_share: float = 0.0, deviations: bool = False
+) -> Array:
     """Return an ensemble's prediction, [..., K] -> [...].
 
         (1 - worst_share) mean + worst_share min - penalty x standard deviation
+
+    With `deviations`, [..., 2 K] are means and deviations (`means_and_deviations`). The head with
+    the smallest deviation then takes the place of the mean, as in BRME, and the standard deviation
+    is that of the mixture of the heads: sqrt(variance of m + mean of s^2).
 
     Where the K members disagree, the data say little, and a policy should not be led there (arXiv
     2310.02743, "uncertainty-weighted optimization", with the standard deviation instead of the
     variance). The mix with the smallest member is that of reward-robust RLHF (arXiv 2409.15360).
     """
+    means = outputs
     center = outputs.mean(-1)
+    if deviations:
+        means, own = means_and_deviations(outputs)
+        surest = jnp.argmin(own, axis=-1, keepdims=True)
+        center = jnp.take_along_axis(means, surest, axis=-1)[..., 0]
     if worst_share:
-        center = (1 - worst_share) * center + worst_share * outputs.min(-1)
-    return center - penalty * outputs.std(-1)
+        center = (1 - worst_share) * center + worst_share * means.min(-1)
+    return center - penalty * deviation(outputs, deviations)
+
+
+def deviation(outputs: Array, deviations: bool = False) -> Array:
+    """Return the standard deviation of an ensemble's prediction, [..., K] or [..., 2 K] -> [...].
+
+    It is that of the members, or of the mixture of members with deviations of their own.
+    """
+    if not deviations:
+        return outputs.std(-1)
+    means, own = means_and_deviations(outputs)
+    return jnp.sqrt(means.var(-1) + jnp.square(own).mean(-1))
 
 
 def sentence_scores(

@@ -172,6 +172,13 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
 def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[Score, Shares]:
     """Return the score of an ensemble, and the shares of its parts, both jitted."""
 
+    pessimistic = partial(
+        reward_score.pessimistic,
+        penalty=reading.penalty,
+        worst_share=reading.worst_share,
+        deviations=reading.deviations,
+    )
+
     def outputs(params: Sequence[Params], *rows: Array) -> Array:
         heads = [
             model.logits(member_params, model.hidden(member_params, *rows))
@@ -201,7 +208,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
             return reward_score.prefix_shares(jax.nn.sigmoid(head[..., 0]), ends, action_mask)
         match reading.kind:
             case "last":
-                values = reward_score.pessimistic(head, reading.penalty, reading.worst_share)
+                values = pessimistic(head)
                 return reward_score.prefix_shares(values, ends, action_mask)
             case "sentences":
                 starts = reward_score.sentence_starts(ends, action_mask)
@@ -217,7 +224,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
         ends = reward_score.sentence_ends(tokens, action_mask, reading.separators)
         match reading.kind:
             case "last":
-                values = reward_score.pessimistic(head, reading.penalty, reading.worst_share)
+                values = pessimistic(head)
             case "sentences":
                 starts = reward_score.sentence_starts(ends, action_mask)
                 values = reward_score.sentence_scores(
