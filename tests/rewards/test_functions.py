@@ -68,7 +68,7 @@ def test_rewards_whose_row_says_so_run_during_sampling():
     names = {name for name, row in rewards.BUILTIN.items() if row.in_workers}
     resolved = sorted(name for name, row in rewards.BUILTIN.items() if not row.required)
     functions = registry.reward_functions(resolved, rewards.DEFAULT_LIMITS, True)
-    assert names == {"math", "python_tests"}
+    assert names == {"math", "python_checks", "python_tests"}
     assert {name for name in functions if rewards.runs_during_sampling(functions[name])} == names
     assert rewards.runs_during_sampling(rewards.python_tests_unsandboxed)
 
