@@ -389,6 +389,7 @@ class ExperimentConfig:
             self.rollout, self.sampling, self.environment, self.agent, algorithms
         )
         config_checks.check_overlong_penalty(self.agent, algorithms)
+        config_checks.check_observations(bool(self.environment or self.agent), algorithms)
         config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
         config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
         config_checks.check_base_dtype(self.model.lora.base_dtype, self.sampling.weight_dtype)

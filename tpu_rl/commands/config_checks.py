@@ -87,6 +87,17 @@ def check_sampling(
             )
 
 
+def check_observations(answers: bool, algorithms: Sequence[AlgorithmConfig]) -> None:
+    """Check that there are observations if an algorithm learns to predict them."""
+    if not answers and any(getattr(config, "observation_coef", 0.0) for config in algorithms):
+        raise InputError(
+            "there are no observations to predict",
+            where="--algorithm.observation-coef",
+            why="completions are single turns, which nothing answers",
+            fix="give --environment or --agent, or leave the coefficient out",
+        )
+
+
 def check_rollouts(
     rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
 ) -> None:
