@@ -27,7 +27,7 @@ below 1 / alpha tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -207,7 +207,8 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         if "kl_scale" in controllers:
             further_weights["kl"] = packed.weights["policy"] * kl_scale
         targets = value_loss.targets(returns, values, valued, layout)
-        batch = Batch(**vars(packed) | {"rows": config.rows_of(packed.rows)}, targets=targets)
+        packed = replace(packed, rows=config.rows_of(packed.rows))
+        batch = Batch(**vars(packed), targets=targets)
         batch.weights.update(further_weights)
         return batch, state
 

@@ -42,7 +42,7 @@ from tpu_rl.experience.config import (
 )
 from tpu_rl.models import LoraConfig
 from tpu_rl.plain_values import from_dict, to_dict
-from tpu_rl.rewards import RewardTerm, terms
+from tpu_rl.rewards import RewardTerm, registry, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import cluster, profiler
 from tpu_rl.runtime.watchdog import WatchdogConfig
@@ -644,6 +644,11 @@ def require_trainable(config: ExperimentConfig) -> None:
         config.agent,
     )
     config_checks.check_hints(config.rollout, specs, config.environment, config.agent)
+    config_checks.check_constraints(
+        config.rollout,
+        specs,
+        terms.names_of(registry.displayed(config.reward_terms)),
+    )
     config_checks.check_normalized_rewards(
         config.rollout,
         config.batch,

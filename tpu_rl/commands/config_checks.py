@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.errors import InputError
+from tpu_rl.experience import constraints
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.rollout.dynamic_sampling import num_kept
@@ -698,6 +699,36 @@ def check_curriculum(
             where=f"{where}.impact",
             fix="use at most 1, such as 0.6",
         )
+
+
+def check_constraints(
+    rollout: RolloutConfig, specs: Sequence[ExperienceSpec], rewards: Sequence[str]
+) -> None:
+    """Check the limits of rewards and lengths, and that nothing reads returns as they are."""
+    for flag, value in {
+        "--rollout.constraint-rate": rollout.constraint_rate,
+        "--rollout.constraint-max": rollout.constraint_max,
+    }.items():
+        if not 0 < value < math.inf:
+            raise InputError(f"{flag} is {value}", where=flag, fix="use a number above 0")
+    for text in rollout.constraints:
+        constraints.parse(text, rewards)
+    if not rollout.constraints:
+        return
+    whys = {
+        "--rollout.normalize-rewards": (
+            rollout.normalize_rewards,
+            "a multiplier weighs rewards on their own scale",
+        ),
+        "--algorithm": (
+            any(
+                spec.source != "rollouts" or spec.prompt_value is not None or spec.raw_returns
+                for spec in specs
+            ),
+            "it reads rewards as they are: for a baseline, a threshold, a clip or pairs",
+        ),
+    }
+    _refuse_together("--rollout.constraints", "constraints cannot be held", whys)
 
 
 def check_normalized_rewards(
