@@ -134,6 +134,24 @@ def test_amft_raises_its_weight_while_the_entropy_is_low():
 
 
 @pytest.mark.slow
+def test_replay_is_grpo_whose_groups_have_a_row_of_an_earlier_policy():
+    data = cases.with_replays()
+    step = Step(MixedConfig(method="replay"), data)
+    step.mask = np.asarray(data.action_mask) & (np.asarray(data.source) != 0)[:, None]
+    returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1).astype(np.float32)
+    compared = advantages.group_scaled(jnp.asarray(returns), data.group_id, data.scored)
+    learned = (np.asarray(data.action_mask) & np.asarray(data.scored)[:, None]).sum()
+
+    def formula(log_probs: Any) -> Any:
+        ratio = jnp.exp(log_probs - data.log_probs)
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        advantage = compared[:, None]
+        return -jnp.minimum(ratio * advantage, clipped * advantage) / learned
+
+    step.check(formula)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "solution", "policy"),
     [

@@ -9,6 +9,9 @@ Each row of the data has a solution in a column. It joins its group as one more 
              -f(p_t) A,  f(p) = p / (p + shaping)           arXiv 2504.14945, section 3.2
     visurf   the same with GRPO's own clipped ratio, to the policy before the update
                                                             arXiv 2510.10606
+    replay   a success of the past, in place of a solution of the data, joins the
+             groups without a success; -min(r A, clip(r) A) with the ratio r to the
+             policy that sampled it                         arXiv 2508.15144
     sasr     - mean_t log p_t with the probability G / (G + mixing_gamma G_0), else GRPO
                                                             arXiv 2505.13026, algorithm 1
     amft     (1 - mu) GRPO - mu mean_t log p_t;  after each step
@@ -40,14 +43,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.algorithm_spec import ExperienceSpec, Replay
 from tpu_rl.algos.controllers import Controller, combined, is_empty
 from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
 from tpu_rl.losses.policy_gradient import LossTerm, clipped_surrogate
-from tpu_rl.ranges import CountOrNone, NotNegative, Positive, Share
+from tpu_rl.ranges import Count, CountOrNone, NotNegative, Positive, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -62,17 +65,21 @@ from tpu_rl.types import (
     Sum,
 )
 
-Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft"]
+Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft", "replay"]
 
 
 _MU = ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")
 _READS: dict[Method, tuple[str, ...]] = {
-    "chord": ("phi", *_MU),
-    "relift": ("min_reward", *_MU),
-    "luffy": ("solution_reward", "shaping"),
-    "visurf": ("solution_reward",),
-    "sasr": ("mixing_gamma", "mu_warmup_steps"),
-    "amft": ("mixing_rate", "mixing_entropy", "mu_peak", "mu_valley"),
+    "chord": ("column", "phi", *_MU),
+    "relift": ("column", "min_reward", *_MU),
+    "luffy": ("column", "solution_reward", "shaping"),
+    "visurf": (
+        "column",
+        "solution_reward",
+    ),
+    "replay": ("min_reward", "replay_size"),
+    "sasr": ("column", "mixing_gamma", "mu_warmup_steps"),
+    "amft": ("column", "mixing_rate", "mixing_entropy", "mu_peak", "mu_valley"),
 }
 """Method -> the settings that it reads, of those that only some methods do."""
 
@@ -97,7 +104,9 @@ class MixedConfig(GrpoConfig):
     mu_decay_steps: CountOrNone = 0
     """chord, relift: optimizer steps of the decay; 0 keeps the largest weight."""
     min_reward: float = 0.5
-    """relift: a completion with at least this return is a success."""
+    """relift, replay: a completion with at least this return is a success."""
+    replay_size: Count = 1000
+    """replay: prompts whose latest success is kept. Checkpoints have them."""
     solution_reward: float = 1.0
     """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
     shaping: Positive = 0.1
@@ -139,6 +148,13 @@ class MixedConfig(GrpoConfig):
                 why="the sampler has no log-probs of a solution, and a solution has no turns",
                 fix="use --algorithm.kl-loss-coef, or --algorithm.method chord",
             )
+        if self.method == "replay" and self.recomputes:
+            raise InputError(
+                "replay compares with the policy that sampled",
+                where="--algorithm.old-log-probs, --algorithm.importance-sampling-cap",
+                why="log-probs of the present policy would hide how old a success is",
+                fix="use --algorithm.old-log-probs sampler",
+            )
         if self.method == "visurf" and not self.recomputes:
             raise InputError(
                 "visurf compares with the policy before the update",
@@ -157,11 +173,14 @@ class MixedConfig(GrpoConfig):
 
     @property
     def _compares_solutions(self) -> bool:
-        return self.method in ("luffy", "visurf")
+        return self.method in ("luffy", "visurf", "replay")
 
     @property
     def experience(self) -> ExperienceSpec:
         spec = super().experience
+        if self.method == "replay":
+            replay = Replay(self.replay_size, self.min_reward)
+            return spec._replace(replay=replay, rows_added=spec.rows_added + 1, raw_returns=True)
         return spec._replace(
             columns=("prompt", self.column),
             expert_column=self.column,
@@ -263,8 +282,10 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         dual_clip=config.dual_clip,
     )
 
+    source = RowSource.REPLAY if config.method == "replay" else RowSource.EXPERT
+
     def solution_weights(rollout: Rollout, layout: Layout) -> Array:
-        learned = actions_of(rollout, RowSource.EXPERT)
+        learned = actions_of(rollout, source)
         if config.method == "relift":
             learned &= without_success(rollout, config.min_reward)[:, None]
         return masked.token_mean(learned, layout.minibatch, layout.minibatches)
@@ -275,7 +296,7 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             case "luffy":
                 shaped = probabilities / (probabilities + config.shaping)
                 return -shaped * batch.advantages
-            case "visurf":
+            case "visurf" | "replay":
                 return surrogate(
                     log_probs, batch.old_log_probs, batch.advantages, batch.rows
                 ).losses
@@ -295,8 +316,8 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
-        is_solution = actions_of(rollout, RowSource.EXPERT)
-        if config._compares_solutions:
+        is_solution = actions_of(rollout, source)
+        if config._compares_solutions and config.method != "replay":
             reward = jnp.where(masked.last(is_solution), config.solution_reward, rollout.rewards)
             scored = rollout.scored | is_solution.any(-1)
             experience = Experience(replace(rollout, rewards=reward, scored=scored), layout)

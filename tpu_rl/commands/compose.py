@@ -47,6 +47,7 @@ from tpu_rl.experience import constraints as constrained
 from tpu_rl.experience.config import CurriculumConfig, sampler_config
 from tpu_rl.experience.curriculum import Curriculum
 from tpu_rl.experience.likelihood import reference_likelihood
+from tpu_rl.experience.replay import Replay
 from tpu_rl.experience.source import Memory, Source, StepExperience, with_memories
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
@@ -322,7 +323,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
     engine = rollout_engine(context, record_routing=settings.replay_routing)
-    memories = _memories(context.config)
+    memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
         source = _source_of(context, engine, row_stream(context, stage), chain)
@@ -345,15 +346,20 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     return with_memories(source._replace(draw=draw), memories)
 
 
-def _memories(config: ExperimentConfig) -> dict[str, Memory]:
+def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
     """Return the transforms of rollouts that remember something, by their names in checkpoints."""
+    config = context.config
     rollout = config.rollout
+    memories: dict[str, Memory] = {}
     names = rewards.names_of(registry.displayed(config.reward_terms))
     limits = [constrained.parse(text, names) for text in rollout.constraints]
-    if not limits:
-        return {}
-    multipliers = constrained.Multipliers(limits, rollout.constraint_rate, rollout.constraint_max)
-    return {"multipliers": multipliers}
+    if limits:
+        rate, most = rollout.constraint_rate, rollout.constraint_max
+        memories["multipliers"] = constrained.Multipliers(limits, rate, most)
+    replay = stage.algorithm.experience.replay
+    if replay is not None:
+        memories["replay"] = Replay(context.language.tokenizer, replay.size, replay.min_reward)
+    return memories
 
 
 def _source_of(
@@ -411,7 +417,7 @@ def batch_transforms(
     if context.config.rollout.normalize_rewards:
         terms = registry.displayed(context.config.reward_terms)
         chain.append(transforms.normalized_rewards(terms))
-    return [*chain, *memories, *transforms.of_algorithm(spec, context.language.tokenizer)]
+    return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer, memories)]
 
 
 def _demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:

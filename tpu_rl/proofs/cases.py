@@ -63,6 +63,14 @@ def with_experts(
     )
 
 
+def with_replays() -> Rollout:
+    """Sample completions, and let the last one of each group be an earlier policy's."""
+    data = off_policy()
+    is_replay = data.group_id != jnp.append(data.group_id[1:], -1)
+    source = jnp.where(is_replay, RowSource.REPLAY, RowSource.POLICY)
+    return replace(data, source=source.astype(jnp.int8))
+
+
 def with_baseline() -> Rollout:
     """Sample completions of prompts whose values are known."""
     data = off_policy()
