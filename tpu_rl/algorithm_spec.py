@@ -101,6 +101,15 @@ class Hint(NamedTuple):
     """The teacher's prompt, with {prompt} and {hint}."""
 
 
+class Replay(NamedTuple):
+    """Successes of the past for groups that have none now (`experience.replay`)."""
+
+    size: int
+    """Prompts whose latest success is kept."""
+    min_reward: float
+    """A completion with at least this reward is a success."""
+
+
 class Acceptance(NamedTuple):
     """The rule by which sampled completions are accepted. Equal ones of a prompt count once."""
 
@@ -182,6 +191,8 @@ class ExperienceSpec(NamedTuple):
     """rollouts: the teacher whose log-ratios are the rewards of tokens."""
     expert_column: str | None = None
     """rollouts: column whose text joins each group as a row of `RowSource.EXPERT`."""
+    replay: Replay | None = None
+    """rollouts: successes of the past that join each group as a row of `RowSource.REPLAY`."""
     texts: str | None = None
     """rollouts: file of texts, one of which joins each group as a row of `RowSource.TEXT`."""
     rows_added: int = 0

@@ -151,6 +151,16 @@ def plain_weights(config: GrpoConfig, data: Rollout) -> np.ndarray:
     return weights
 
 
+def plain_observations(config: GrpoConfig, data: Rollout) -> np.ndarray:
+    """[N, T], the coefficients of the log-probs between actions."""
+    between = np.zeros(data.action_mask.shape)
+    for row, mask in zip(between, np.asarray(data.action_mask), strict=True):
+        actions = np.flatnonzero(mask)
+        for place in range(*actions[[0, -1]]) if len(actions) else ():
+            row[place] = not mask[place]
+    return config.observation_coef * between / between.sum()
+
+
 @functools.cache
 def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """([N, T] log-probs, [N, T] entropies of the policy, [N, T] log-probs of the reference). Only
@@ -172,7 +182,7 @@ def test_the_loss_is_its_formula(float64, name):
     old = log_probs if config.recomputes else np.asarray(data.log_probs)
     importance = np.exp(old - np.asarray(data.behaviour_log_probs))
     weights, advantages = plain_weights(config, data), plain_advantages(config, data, reference)
-    expected = 0.0
+    expected = -(plain_observations(config, data) * log_probs).sum()
     for n, t in np.argwhere(weights > 0):
         ratio, advantage = np.exp(log_probs[n, t] - old[n, t]), advantages[n, t]
         clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
@@ -216,6 +226,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
     coefficients = plain_weights(config, data) * plain_advantages(
         config, data, np.asarray(reference)
     )
+    coefficients += plain_observations(config, data)
     expected = plain_policy_gradient()(params["policy"], data.tokens, jnp.asarray(coefficients))
     for a, b in zip(*map(jax.tree.leaves, (step.gradients["policy"], expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())

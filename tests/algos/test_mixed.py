@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl.algos.mixed import MixedConfig, mixed, mu, without_success
+from tpu_rl.algos.mixed import (
+    MixedConfig,
+    amft_controller,
+    chosen,
+    mixed,
+    mu,
+    sasr_controller,
+    without_success,
+)
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.proofs import cases, tiny
@@ -22,7 +30,8 @@ class Step:
         self.params = tiny.init_params(cases.MODEL)
         self.data = cases.with_experts() if data is None else data
         algorithm = mixed(config, tiny.roles(cases.MODEL), tiny.SAMPLING)
-        batch, _ = algorithm.make_batch(tiny.experience(self.data), self.params, ())
+        state = algorithm.init_state(self.params)
+        batch, _ = algorithm.make_batch(tiny.experience(self.data), self.params, state)
         batch = update_step.minibatch(batch, 0)
         parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
 
@@ -68,6 +77,92 @@ def test_mu_rises_and_falls_along_a_cosine(step, expected):
     config = MixedConfig(mu_peak=0.5, mu_valley=0.02, mu_warmup_steps=10, mu_decay_steps=20)
     assert float(mu(config, jnp.asarray(step))) == pytest.approx(expected, abs=1e-6)
     assert float(mu(MixedConfig(), jnp.asarray(step))) == pytest.approx(0.1)
+
+
+def test_sasr_draws_by_the_norms_of_steps_that_imitated():
+    config = MixedConfig(method="sasr", mixing_gamma=2.0, mu_warmup_steps=2)
+    init_state, after_update = sasr_controller()
+    data = cases.with_experts()
+    random = np.random.default_rng(0)
+
+    def batch(step):
+        keys = random.integers(0, 2**32, data.birth_key.shape, dtype=np.uint32)
+        return data.replace(policy_step=data.policy_step * 0 + step, birth_key=jnp.asarray(keys))
+
+    def after(state, norm, empty=0.0):
+        metrics = {"optim/grad_norm": jnp.asarray(norm), "optim/empty": jnp.asarray(empty)}
+        return after_update({}, state, metrics)[1]
+
+    state = init_state({})
+    for step, norm in enumerate([8.0, 4.0]):
+        state = chosen(state, config, batch(step))
+        assert state.imitates == state.warms_up == 1
+        state = after(state, norm)
+    assert (state.first, state.latest) == (4.0, 4.0)
+    choices = [chosen(state, config, batch(2 + step)) for step in range(80)]
+    assert not any(choice.warms_up for choice in choices)
+    # G / (G + gamma G_0) = 4 / (4 + 2 x 4); 3 standard deviations are 0.16.
+    assert np.mean([choice.imitates for choice in choices]) == pytest.approx(1 / 3, abs=0.16)
+    explores = next(choice for choice in choices if not choice.imitates)
+    assert after(explores, 9.0).latest == 4.0
+    imitates = next(choice for choice in choices if choice.imitates)
+    assert after(imitates, 9.0)[2:] == (4.0, 9.0)
+    assert after(imitates, 9.0, empty=1.0).latest == 4.0
+    one = batch(5)
+    order = random.permutation(len(one.group_id))
+    shuffled = jax.tree.map(lambda leaf: leaf[order], one)
+    assert chosen(state, config, shuffled).imitates == chosen(state, config, one).imitates
+
+
+def test_amft_raises_its_weight_while_the_entropy_is_low():
+    config = MixedConfig(method="amft", mu_peak=0.6, mu_valley=0.2, mixing_rate=0.1)
+    init_state, after_update = amft_controller(config)
+    state = init_state({})
+    assert [float(leaf) for leaf in state] == [pytest.approx(0.6), -1]
+    history = []
+    for entropy in (2.0, 3.0, 1.5):
+        metrics = {"policy/entropy": jnp.asarray(entropy)}
+        state = after_update({}, state, metrics)[1]
+        history.append(float(state[0]))
+    # The first entropy is the target: 0.6, 0.6 + 0.1 (2 - 3), 0.5 + 0.1 (2 - 1.5).
+    assert history == pytest.approx([0.6, 0.5, 0.55])
+    assert float(state[1]) == 2.0
+    metrics = {"policy/entropy": jnp.asarray(9.0)}
+    assert float(after_update({}, state, metrics)[1][0]) == pytest.approx(0.2)
+    metrics["optim/empty"] = jnp.asarray(1.0)
+    assert after_update({}, state, metrics)[1] == state
+
+
+@pytest.mark.slow
+def test_replay_is_grpo_whose_groups_have_a_row_of_an_earlier_policy():
+    data = cases.with_replays()
+    step = Step(MixedConfig(method="replay"), data)
+    step.mask = np.asarray(data.action_mask) & (np.asarray(data.source) != 0)[:, None]
+    returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1).astype(np.float32)
+    compared = advantages.group_scaled(jnp.asarray(returns), data.group_id, data.scored)
+    learned = (np.asarray(data.action_mask) & np.asarray(data.scored)[:, None]).sum()
+
+    def formula(log_probs: Any) -> Any:
+        ratio = jnp.exp(log_probs - data.log_probs)
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        advantage = compared[:, None]
+        return -jnp.minimum(ratio * advantage, clipped * advantage) / learned
+
+    step.check(formula)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "solution", "policy"),
+    [
+        (MixedConfig(method="sasr"), 1.0, 0.0),
+        (MixedConfig(method="amft", mu_peak=0.6), 0.6, 0.4),
+    ],
+)
+def test_mixing_weighs_both_terms(config, solution, policy):
+    step = Step(config)
+    step.check(lambda log_probs: -solution * log_probs / step.mask.sum())
+    assert step.policy_weight == pytest.approx(policy, rel=1e-5)
 
 
 def test_relift_imitates_where_no_completion_succeeds():

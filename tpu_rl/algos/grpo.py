@@ -72,6 +72,7 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, robust
 from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.losses.observations import ObservationLoss, observation_terms
 from tpu_rl.losses.policy_batch import (
     Credit,
     PolicyBatch,
@@ -116,7 +117,7 @@ ADVANTAGES = {
 
 
 @dataclass(frozen=True)
-class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
+class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss):
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
@@ -347,7 +348,7 @@ def group_policy_gradient(
 
     It learns from a Rollout. Its state is that of the controllers of its configuration.
     """
-    further_terms = {**further_terms, **text_terms(config)}
+    further_terms = {**further_terms, **text_terms(config), **observation_terms(config)}
     advantage = ADVANTAGES[config.advantages]
     if config.normalize_advantages:
         advantage = partial(normalized_advantages, advantage)
@@ -400,7 +401,8 @@ def group_policy_gradient(
         if config.entropy_target is not None:
             coef = applied_entropy_coef(state["entropy"], config.entropy_target)
             weights["entropy"] = batch.weights["policy"] * coef
-        return replace(batch, weights=batch.weights | weights), state
+        rows = config.rows_of(batch.rows)
+        return replace(batch, rows=rows, weights=batch.weights | weights), state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         policy = token_log_probs(

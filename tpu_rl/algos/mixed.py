@@ -9,53 +9,77 @@ Each row of the data has a solution in a column. It joins its group as one more 
              -f(p_t) A,  f(p) = p / (p + shaping)           arXiv 2504.14945, section 3.2
     visurf   the same with GRPO's own clipped ratio, to the policy before the update
                                                             arXiv 2510.10606
+    replay   a success of the past, in place of a solution of the data, joins the
+             groups without a success; -min(r A, clip(r) A) with the ratio r to the
+             policy that sampled it                         arXiv 2508.15144
+    sasr     - mean_t log p_t with the probability G / (G + mixing_gamma G_0), else GRPO
+                                                            arXiv 2505.13026, algorithm 1
+    amft     (1 - mu) GRPO - mu mean_t log p_t;  after each step
+             mu <- clip(mu + mixing_rate (H_target - H), mu_valley, mu_peak)
+                                                            arXiv 2508.06944
 
 p_t is the policy's probability of the solution's token t. The means are over the optimizer step.
 mu rises linearly to `mu_peak` over `mu_warmup_steps`, then falls along a cosine to `mu_valley` over
 `mu_decay_steps`; without decay it stays.
 
-Deviations: ReLIFT gathers the unsolved prompts in a buffer and fine-tunes on them now and then;
-here the term is part of the same step, so nothing has to be kept. ViSurf's controls of the
-solution's reward are left out.
+G is the norm of the gradient at the latest step that imitated, and G_0 that at the last step of the
+warm-up of `mu_warmup_steps` steps, of which there is one at least. One draw decides for a batch. H
+is the policy's entropy per token, and H_target by default that of the first step.
+
+Deviations: AMFT adds to mu the gradient of a validation loss with respect to mu, which needs the
+gradients of both terms apart; here it is left out. (The authors' program, whose paper is withdrawn,
+multiplies it by two learning rates, about 1e-10, so that the entropy decides there too.) mu begins
+at `mu_peak`. SASR's rule was not checked against a program. ReLIFT gathers the unsolved prompts in
+a buffer and fine-tunes on them now and then; here the term is part of the same step, so nothing has
+to be kept. ViSurf's controls of the solution's reward are left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.algorithm_spec import ExperienceSpec, Replay
+from tpu_rl.algos.controllers import Controller, combined, is_empty
 from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
 from tpu_rl.losses.policy_gradient import LossTerm, clipped_surrogate
-from tpu_rl.ranges import CountOrNone, Positive, Share
+from tpu_rl.ranges import Count, CountOrNone, NotNegative, Positive, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
     Experience,
     Layout,
+    Metrics,
     Params,
     Roles,
     Rollout,
     RowSource,
     Sampling,
+    Sum,
 )
 
-Method = Literal["chord", "relift", "luffy", "visurf"]
+Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft", "replay"]
 
 
 _MU = ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")
 _READS: dict[Method, tuple[str, ...]] = {
-    "chord": ("phi", *_MU),
-    "relift": ("min_reward", *_MU),
-    "luffy": ("solution_reward", "shaping"),
-    "visurf": ("solution_reward",),
+    "chord": ("column", "phi", *_MU),
+    "relift": ("column", "min_reward", *_MU),
+    "luffy": ("column", "solution_reward", "shaping"),
+    "visurf": (
+        "column",
+        "solution_reward",
+    ),
+    "replay": ("min_reward", "replay_size"),
+    "sasr": ("column", "mixing_gamma", "mu_warmup_steps"),
+    "amft": ("column", "mixing_rate", "mixing_entropy", "mu_peak", "mu_valley"),
 }
 """Method -> the settings that it reads, of those that only some methods do."""
 
@@ -71,19 +95,28 @@ class MixedConfig(GrpoConfig):
     phi: bool = True
     """chord: weigh each token of the solution by p (1 - p)."""
     mu_peak: Share = 0.1
-    """chord, relift: the largest weight of the solutions' term."""
+    """chord, relift, amft: the largest weight of the solutions' term; amft begins with it."""
     mu_valley: Share = 0.0
-    """chord, relift: the weight after the decay."""
+    """chord, relift: the weight after the decay. amft: the smallest weight."""
     mu_warmup_steps: CountOrNone = 0
-    """chord, relift: optimizer steps until the largest weight."""
+    """chord, relift: optimizer steps until the largest weight. sasr: steps that only imitate, at
+    least one."""
     mu_decay_steps: CountOrNone = 0
     """chord, relift: optimizer steps of the decay; 0 keeps the largest weight."""
     min_reward: float = 0.5
-    """relift: a completion with at least this return is a success."""
+    """relift, replay: a completion with at least this return is a success."""
+    replay_size: Count = 1000
+    """replay: prompts whose latest success is kept. Checkpoints have them."""
     solution_reward: float = 1.0
     """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
     shaping: Positive = 0.1
     """luffy: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely tokens."""
+    mixing_gamma: Positive = 1.0
+    """sasr: factor of the norm of the warm-up; larger numbers imitate less."""
+    mixing_rate: Positive = 5e-4
+    """amft: change of the weight per nat of entropy that is missing and step."""
+    mixing_entropy: NotNegative | None = None
+    """amft: the entropy to keep, in nats per token; by default that of the first step."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,6 +148,13 @@ class MixedConfig(GrpoConfig):
                 why="the sampler has no log-probs of a solution, and a solution has no turns",
                 fix="use --algorithm.kl-loss-coef, or --algorithm.method chord",
             )
+        if self.method == "replay" and self.recomputes:
+            raise InputError(
+                "replay compares with the policy that sampled",
+                where="--algorithm.old-log-probs, --algorithm.importance-sampling-cap",
+                why="log-probs of the present policy would hide how old a success is",
+                fix="use --algorithm.old-log-probs sampler",
+            )
         if self.method == "visurf" and not self.recomputes:
             raise InputError(
                 "visurf compares with the policy before the update",
@@ -123,13 +163,24 @@ class MixedConfig(GrpoConfig):
                 fix="use --algorithm.old-log-probs recomputed",
             )
 
+        if self.method == "sasr" and self.pretraining_coef:
+            raise InputError(
+                "sasr reads the gradient's norm of the solutions alone",
+                where="--algorithm.pretraining-coef",
+                why="the texts would be in the same gradient",
+                fix="leave the texts out, or use --algorithm.method chord",
+            )
+
     @property
     def _compares_solutions(self) -> bool:
-        return self.method in ("luffy", "visurf")
+        return self.method in ("luffy", "visurf", "replay")
 
     @property
     def experience(self) -> ExperienceSpec:
         spec = super().experience
+        if self.method == "replay":
+            replay = Replay(self.replay_size, self.min_reward)
+            return spec._replace(replay=replay, rows_added=spec.rows_added + 1, raw_returns=True)
         return spec._replace(
             columns=("prompt", self.column),
             expert_column=self.column,
@@ -145,6 +196,68 @@ def mu(config: MixedConfig, step: Array) -> Array:
     rising = jnp.minimum(step / max(config.mu_warmup_steps, 1), 1.0)
     warmup = rising if config.mu_warmup_steps else 1.0
     return jnp.asarray(warmup * (config.mu_valley + (config.mu_peak - config.mu_valley) * falling))
+
+
+class Sasr(NamedTuple):
+    """State of SASR's controller, [] float32."""
+
+    imitates: Array
+    """1 if this batch imitates, else 0."""
+    warms_up: Array
+    """1 if it belongs to the warm-up."""
+    first: Array
+    """G_0: norm of the gradient at the end of the warm-up."""
+    latest: Array
+    """G: norm at the latest step that imitated."""
+
+
+def chosen(state: Sasr, config: MixedConfig, rollout: Rollout) -> Sasr:
+    """Return the state with the choice for a batch, drawn by the keys of its rows."""
+    step = jnp.max(rollout.policy_step)
+    warms_up = (step < config.mu_warmup_steps) | (state.first == 0)
+    # The sum of the keys is the same for any order of the rows.
+    key_data = jnp.sum(rollout.birth_key, axis=0, dtype=jnp.uint32)
+    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+    probability = state.latest / (state.latest + config.mixing_gamma * state.first + 1e-30)
+    imitates = warms_up | (jax.random.uniform(key) < probability)
+    return state._replace(imitates=imitates * 1.0, warms_up=warms_up * 1.0)
+
+
+def sasr_controller() -> Controller:
+    """Return the controller that reads "optim/grad_norm" at steps that imitate."""
+
+    def init_state(params: Params) -> Sasr:
+        del params
+        return Sasr(*jnp.zeros((4,), jnp.float32))
+
+    def after_update(params: Params, state: Sasr, metrics: dict[str, Array]) -> tuple[Params, Sasr]:
+        reads = (state.imitates > 0) & ~is_empty(metrics)
+        norm = metrics["optim/grad_norm"]
+        first = jnp.where(reads & (state.warms_up > 0), norm, state.first)
+        return params, state._replace(first=first, latest=jnp.where(reads, norm, state.latest))
+
+    return init_state, after_update
+
+
+def amft_controller(config: MixedConfig) -> Controller:
+    """Return the controller whose state is (mu, entropy to keep or -1), from "policy/entropy"."""
+
+    def init_state(params: Params) -> tuple[Array, Array]:
+        del params
+        target = -1.0 if config.mixing_entropy is None else config.mixing_entropy
+        return jnp.asarray(config.mu_peak, jnp.float32), jnp.asarray(target, jnp.float32)
+
+    def after_update(
+        params: Params, state: tuple[Array, Array], metrics: dict[str, Array]
+    ) -> tuple[Params, tuple[Array, Array]]:
+        entropy = metrics["policy/entropy"].astype(jnp.float32)
+        target = jnp.where(state[1] < 0, entropy, state[1])
+        moved = state[0] + config.mixing_rate * (target - entropy)
+        moved = jnp.clip(moved, config.mu_valley, config.mu_peak)
+        stays = is_empty(metrics)
+        return params, (jnp.where(stays, state[0], moved), jnp.where(stays, state[1], target))
+
+    return init_state, after_update
 
 
 def without_success(rollout: Rollout, min_reward: float) -> Array:
@@ -169,8 +282,10 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         dual_clip=config.dual_clip,
     )
 
+    source = RowSource.REPLAY if config.method == "replay" else RowSource.EXPERT
+
     def solution_weights(rollout: Rollout, layout: Layout) -> Array:
-        learned = actions_of(rollout, RowSource.EXPERT)
+        learned = actions_of(rollout, source)
         if config.method == "relift":
             learned &= without_success(rollout, config.min_reward)[:, None]
         return masked.token_mean(learned, layout.minibatch, layout.minibatches)
@@ -181,7 +296,7 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             case "luffy":
                 shaped = probabilities / (probabilities + config.shaping)
                 return -shaped * batch.advantages
-            case "visurf":
+            case "visurf" | "replay":
                 return surrogate(
                     log_probs, batch.old_log_probs, batch.advantages, batch.rows
                 ).losses
@@ -192,16 +307,25 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     term = LossTerm(solution_weights, solution_losses)
     base = group_policy_gradient(config, roles, sampling, surrogate, {"solution": term})
+    controllers: dict[str, Controller] = {}
+    if config.method == "sasr":
+        controllers["mixing"] = sasr_controller()
+    elif config.method == "amft":
+        controllers["mixing"] = amft_controller(config)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
-        is_solution = actions_of(rollout, RowSource.EXPERT)
-        if config._compares_solutions:
+        is_solution = actions_of(rollout, source)
+        if config._compares_solutions and config.method != "replay":
             reward = jnp.where(masked.last(is_solution), config.solution_reward, rollout.rewards)
             scored = rollout.scored | is_solution.any(-1)
             experience = Experience(replace(rollout, rewards=reward, scored=scored), layout)
-        batch, state = base.make_batch(experience, params, state)
+        if controllers:
+            batch, base_state = base.make_batch(experience, params, state["base"])
+            state = state | {"base": base_state}
+        else:
+            batch, state = base.make_batch(experience, params, state)
         weights = dict(batch.weights)
         if config._compares_solutions:
             # All learned tokens count as GRPO weighs them, in the term that is theirs.
@@ -211,12 +335,27 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
                 weights[name] = jnp.where(of_solutions, 0.0, weights[name])
         else:
             share = mu(config, jnp.max(rollout.policy_step))
+            if config.method == "sasr":
+                state = state | {"mixing": chosen(state["mixing"], config, rollout)}
+                share = state["mixing"].imitates
+            elif config.method == "amft":
+                share = state["mixing"][0]
             weights["solution"] *= share
-            if config.method == "chord":
+            if config.method != "relift":
                 weights |= {
                     name: (1.0 - share) * weights[name]
                     for name in weights.keys() - {"solution", "pretraining"}
                 }
         return replace(batch, weights=weights), state
 
-    return base._replace(make_batch=make_batch)
+    if not controllers:
+        return base._replace(make_batch=make_batch)
+
+    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        value, metrics = base.loss(params, batch)
+        solutions = batch.weights["solution"].sum()
+        share = Sum(solutions, solutions + batch.weights["policy"].sum())
+        return value, metrics | {"policy/solution_share": share}
+
+    controllers["base"] = (base.init_state, base.after_update)
+    return Algorithm(make_batch, loss, *combined(controllers))

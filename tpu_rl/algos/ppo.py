@@ -27,7 +27,7 @@ below 1 / alpha tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -40,6 +40,7 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import log_probs_of_hidden
+from tpu_rl.losses.observations import ObservationLoss, observation_terms
 from tpu_rl.losses.policy_batch import (
     PolicyBatch,
     corrected,
@@ -67,7 +68,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
+class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss):
     """Coefficients multiply nats, or units of reward."""
 
     critic: Critic = Critic()
@@ -133,7 +134,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     policy = roles["policy"]
     critic = config.critic
     controllers = kl_controllers(config) | running_returns(config.normalized_reward_clip)
-    terms = text_terms(config)
+    terms = text_terms(config) | observation_terms(config)
     surrogate = partial(
         clipped_surrogate,
         clip_low=config.clip_low,
@@ -206,6 +207,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         if "kl_scale" in controllers:
             further_weights["kl"] = packed.weights["policy"] * kl_scale
         targets = value_loss.targets(returns, values, valued, layout)
+        packed = replace(packed, rows=config.rows_of(packed.rows))
         batch = Batch(**vars(packed), targets=targets)
         batch.weights.update(further_weights)
         return batch, state

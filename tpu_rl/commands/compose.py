@@ -43,15 +43,18 @@ from tpu_rl.experience import (
     text_log_probs,
     transforms,
 )
+from tpu_rl.experience import constraints as constrained
 from tpu_rl.experience.config import CurriculumConfig, sampler_config
 from tpu_rl.experience.curriculum import Curriculum
 from tpu_rl.experience.likelihood import reference_likelihood
-from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.experience.replay import Replay
+from tpu_rl.experience.source import Memory, Source, StepExperience, with_memories
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
 from tpu_rl.models import Select
 from tpu_rl.planner.expert_axis import expert_devices
 from tpu_rl.rewards import registry
+from tpu_rl.rewards import terms as rewards
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.sampler_thread import SamplerThread
@@ -320,9 +323,11 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
     engine = rollout_engine(context, record_routing=settings.replay_routing)
-    chain = batch_transforms(context, stage)
+    memories = _memories(context, stage)
+    chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
-        return _source_of(context, engine, row_stream(context, stage), chain)
+        source = _source_of(context, engine, row_stream(context, stage), chain)
+        return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = prompt_room(context.config, tokenizer)
     stream = Curriculum(
@@ -338,7 +343,23 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         experience.metrics.update(stream.metrics())
         return experience
 
-    return source._replace(draw=draw)
+    return with_memories(source._replace(draw=draw), memories)
+
+
+def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
+    """Return the transforms of rollouts that remember something, by their names in checkpoints."""
+    config = context.config
+    rollout = config.rollout
+    memories: dict[str, Memory] = {}
+    names = rewards.names_of(registry.displayed(config.reward_terms))
+    limits = [constrained.parse(text, names) for text in rollout.constraints]
+    if limits:
+        rate, most = rollout.constraint_rate, rollout.constraint_max
+        memories["multipliers"] = constrained.Multipliers(limits, rate, most)
+    replay = stage.algorithm.experience.replay
+    if replay is not None:
+        memories["replay"] = Replay(context.language.tokenizer, replay.size, replay.min_reward)
+    return memories
 
 
 def _source_of(
@@ -362,8 +383,11 @@ def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None
     return SamplerThread(engine, context.rollout_policy("policy").params)
 
 
-def batch_transforms(context: RunContext, stage: Stage) -> list[Transform]:
-    """Return the transforms of each batch: baseline, filter, scales, then the algorithm's own."""
+def batch_transforms(
+    context: RunContext, stage: Stage, memories: Sequence[Transform] = ()
+) -> list[Transform]:
+    """Return the transforms of each batch: baseline, filter, scales, those with a memory, then the
+    algorithm's own."""
     chain: list[Transform] = []
     spec = stage.algorithm.experience
     value = spec.prompt_value
@@ -393,7 +417,7 @@ def batch_transforms(context: RunContext, stage: Stage) -> list[Transform]:
     if context.config.rollout.normalize_rewards:
         terms = registry.displayed(context.config.reward_terms)
         chain.append(transforms.normalized_rewards(terms))
-    return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer)]
+    return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer, memories)]
 
 
 def _demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:

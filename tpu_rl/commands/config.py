@@ -42,7 +42,7 @@ from tpu_rl.experience.config import (
 )
 from tpu_rl.models import LoraConfig
 from tpu_rl.plain_values import from_dict, to_dict
-from tpu_rl.rewards import RewardTerm, terms
+from tpu_rl.rewards import RewardTerm, registry, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import cluster, profiler
 from tpu_rl.runtime.watchdog import WatchdogConfig
@@ -389,6 +389,7 @@ class ExperimentConfig:
             self.rollout, self.sampling, self.environment, self.agent, algorithms
         )
         config_checks.check_overlong_penalty(self.agent, algorithms)
+        config_checks.check_observations(bool(self.environment or self.agent), algorithms)
         config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
         config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
         config_checks.check_base_dtype(self.model.lora.base_dtype, self.sampling.weight_dtype)
@@ -643,6 +644,11 @@ def require_trainable(config: ExperimentConfig) -> None:
         config.agent,
     )
     config_checks.check_hints(config.rollout, specs, config.environment, config.agent)
+    config_checks.check_constraints(
+        config.rollout,
+        specs,
+        terms.names_of(registry.displayed(config.reward_terms)),
+    )
     config_checks.check_normalized_rewards(
         config.rollout,
         config.batch,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.errors import InputError
+from tpu_rl.experience import constraints
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.rollout.dynamic_sampling import num_kept
@@ -85,6 +86,17 @@ def check_sampling(
                 why=why,
                 fix="use 1.0",
             )
+
+
+def check_observations(answers: bool, algorithms: Sequence[AlgorithmConfig]) -> None:
+    """Check that there are observations if an algorithm learns to predict them."""
+    if not answers and any(getattr(config, "observation_coef", 0.0) for config in algorithms):
+        raise InputError(
+            "there are no observations to predict",
+            where="--algorithm.observation-coef",
+            why="completions are single turns, which nothing answers",
+            fix="give --environment or --agent, or leave the coefficient out",
+        )
 
 
 def check_rollouts(
@@ -471,7 +483,7 @@ def check_dynamic_sampling(
 ) -> None:
     """Check that dynamic sampling has groups to compare, and leaves those that solutions join."""
     chooses = rollout.dynamic_sampling_rounds or rollout.keep_variance_share < 1
-    if chooses and any(spec.expert_column is not None for spec in specs):
+    if chooses and any(spec.expert_column is not None or spec.replay for spec in specs):
         raise InputError(
             "groups are chosen by their rewards before the solutions join them",
             where="--rollout.dynamic-sampling-rounds, --rollout.keep-variance-share",
@@ -687,6 +699,36 @@ def check_curriculum(
             where=f"{where}.impact",
             fix="use at most 1, such as 0.6",
         )
+
+
+def check_constraints(
+    rollout: RolloutConfig, specs: Sequence[ExperienceSpec], rewards: Sequence[str]
+) -> None:
+    """Check the limits of rewards and lengths, and that nothing reads returns as they are."""
+    for flag, value in {
+        "--rollout.constraint-rate": rollout.constraint_rate,
+        "--rollout.constraint-max": rollout.constraint_max,
+    }.items():
+        if not 0 < value < math.inf:
+            raise InputError(f"{flag} is {value}", where=flag, fix="use a number above 0")
+    for text in rollout.constraints:
+        constraints.parse(text, rewards)
+    if not rollout.constraints:
+        return
+    whys = {
+        "--rollout.normalize-rewards": (
+            rollout.normalize_rewards,
+            "a multiplier weighs rewards on their own scale",
+        ),
+        "--algorithm": (
+            any(
+                spec.source != "rollouts" or spec.prompt_value is not None or spec.raw_returns
+                for spec in specs
+            ),
+            "it reads rewards as they are: for a baseline, a threshold, a clip or pairs",
+        ),
+    }
+    _refuse_together("--rollout.constraints", "constraints cannot be held", whys)
 
 
 def check_normalized_rewards(

@@ -36,8 +36,8 @@ MAX_RENDERED_ROWS = 200
 OTHER_COLUMNS = {"tools", "functions", *SYSTEM_COLUMNS}
 """Columns that are read beside those of the algorithm, if a row has them."""
 COLUMNS_OF_SOURCE = {
-    "demonstrations": {"weight"},
-    "completions": {"weight"},
+    "demonstrations": {"weight", "span_weights"},
+    "completions": {"weight", "span_weights"},
     "pairs": {"margin"},
     "step_labels": {"ended"},
 }

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpu_rl import types
+from tpu_rl.data import span_weights
 from tpu_rl.data.files import Row
 from tpu_rl.errors import InputError
 
@@ -30,6 +31,10 @@ class Tokenizer(Protocol):
     def encode_demonstration(
         self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
     ) -> tuple[list[int], list[float]]: ...
+
+    def weights_of_spans(
+        self, ids: Sequence[int], start: int, text: str, spans: Sequence[Any]
+    ) -> list[float]: ...
 
     def with_images(
         self, row: Row, ids: Sequence[int], weights: Sequence[float] | None = None
@@ -86,8 +91,9 @@ def demonstrations(
 
     Only completions, and of conversations the assistant's messages, are trained on, each with its
     end-of-sequence token (`Tokenizer.encode_demonstration`). A message of the assistant may have a
-    `weight`, and so may the row: what its tokens count, relative to others. Weights of a row whose
-    column `forget` is true are negative. A column `tools` goes to the chat template. Longer texts
+    `weight`, and so may the row: what its tokens count, relative to others. Parts of an answer may
+    have weights (`data.span_weights`). Weights of a row whose column `forget` is true are negative.
+    A column `tools` goes to the chat template. Longer texts
     are cut at their end. A row whose prompt fills all columns has nothing to train on.
 
     Args:
@@ -267,12 +273,18 @@ def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
         return tokenizer.encode_demonstration(row["messages"], tools=tools)
     prompt = row["prompt"]
     completion = row["completion"]
+    spans = []
+    if isinstance(completion, str) and span_weights.KEY in row:
+        spans = span_weights.checked(row[span_weights.KEY], completion, "`completion`")
     if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.wraps(prompt):
         prompt_ids = tokenizer.encode_prompt(prompt)
-        completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eos_ids[0]]
-        return prompt_ids + completion_ids, [0.0] * len(prompt_ids) + [1.0] * len(completion_ids)
+        ids = prompt_ids + tokenizer.encode_continuation(completion)
+        weights = tokenizer.weights_of_spans(ids, len(prompt_ids), completion, spans)
+        return [*ids, tokenizer.eos_ids[0]], [0.0] * len(prompt_ids) + [*weights, 1.0]
     given = _as_messages(prompt, "user")
     messages = given + _as_messages(completion, "assistant")
+    if spans:
+        messages[-1] = messages[-1] | {span_weights.KEY: spans}
     return tokenizer.encode_demonstration(messages, len(given), tools)
 
 

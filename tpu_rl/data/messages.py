@@ -11,6 +11,8 @@ import difflib
 import json
 from typing import Any
 
+from tpu_rl.data import span_weights
+
 Message = dict[str, Any]
 
 ROLE_NAMES = {
@@ -40,8 +42,8 @@ CALL_ROLES = ("function_call", "tool_call")
 LEARNED_FLAGS = ("train", "training", "loss")
 """Keys of messages that say whether a message is learned: axolotl's and ms-swift's names."""
 
-OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask", "train_detail", "training_detail")
-"""Keys that say the same in ways that differ between libraries, or of parts of a message."""
+OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask")
+"""Keys that say the same in ways that differ between libraries."""
 
 
 IMAGE_MARK = "\ufffc"
@@ -119,7 +121,9 @@ def _message(message: Message, place: str) -> Message:
         calls = [message.pop("function_call")]
     calls = _calls(calls, place)
     if content is not None:
-        result["content"] = _text(content, place)
+        texts = _texts(content, place)
+        result["content"] = "".join(texts)
+        message = _with_spans(message, content, texts, result, place)
     elif not calls:
         raise ValueError(f"{place} has no content; it has `role` and `content`, or calls of tools")
     if calls:
@@ -140,10 +144,36 @@ def _role(name: Any, place: str) -> Any:
     )
 
 
-def _text(content: Any, place: str) -> str:
-    """Return the text of a content, whose parts are joined."""
+def _with_spans(
+    message: Message, content: Any, texts: list[str], result: Message, place: str
+) -> Message:
+    """Return the further keys of a message, with the weights of its parts in one form."""
+    spans = []
+    if isinstance(content, list) and (of_parts := span_weights.of_parts(content, texts, place)):
+        spans.append(of_parts)
+    length = len(result["content"])
+    for key in span_weights.DETAILS:
+        if key in message:
+            spans.append(span_weights.of_details(message[key], length, place))
+    if span_weights.KEY in message:
+        spans.append(message[span_weights.KEY])
+    if not spans:
+        return message
+    if len(spans) > 1:
+        raise ValueError(f"{place} gives the weights of its parts in {len(spans)} ways; give one")
+    weights = span_weights.checked(spans[0], result["content"], place)
+    if result["role"] != "assistant" and any(span["weight"] > 0 for span in weights):
+        raise ValueError(f"{place} has parts to learn, and only the assistant's are learned")
+    dropped = (*span_weights.DETAILS, span_weights.KEY)
+    others = {key: value for key, value in message.items() if key not in dropped}
+    is_learned = result["role"] == "assistant" and weights
+    return ({span_weights.KEY: weights} | others) if is_learned else others
+
+
+def _texts(content: Any, place: str) -> list[str]:
+    """Return the texts of a content's parts."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise ValueError(f"the content of {place} is no text, but {_shown(content)}")
     texts = []
@@ -156,7 +186,7 @@ def _text(content: Any, place: str) -> str:
         if not isinstance(text, str):
             raise ValueError(f"{place} has a part that is no text: {_shown(part)}")
         texts.append(text)
-    return "".join(texts)
+    return texts
 
 
 def _with_weight(message: Message, place: str) -> Message:

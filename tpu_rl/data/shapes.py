@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tpu_rl.data import images
+from tpu_rl.data import images, span_weights
 from tpu_rl.data import messages as message_forms
 
 Row = dict[str, Any]
@@ -229,6 +229,8 @@ def check_together(row: Row, columns: Sequence[str]) -> None:
         raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
     if "messages" in columns or tuple(columns) == ("prompt", "completion"):
         _check_weights(row)
+    else:
+        _refuse_spans(row)
     forget = row.get("forget")
     if "forget" in columns and not isinstance(forget, bool):
         raise ValueError(f"`forget` is true or false, not {json.dumps(forget, default=repr)[:60]}")
@@ -241,6 +243,14 @@ def _check_weights(row: Row) -> None:
 
     A weight that is null counts as 1.
     """
+    if span_weights.KEY in row:
+        text = row.get("completion")
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the column `{span_weights.KEY}` is about a text in `completion`; messages have "
+                "the key themselves"
+            )
+        span_weights.checked(row[span_weights.KEY], text, "`completion`")
     messages = row["messages"][1:] if "messages" in row else row["completion"]
     answers = [turn for turn in messages if isinstance(turn, dict) and _role(turn) == "assistant"]
     weights = [row.get("weight"), *[answer.get("weight") for answer in answers]]
@@ -251,6 +261,14 @@ def _check_weights(row: Row) -> None:
             raise ValueError(f"`weight` is a finite number that is not negative, not {shown}")
     if answers and not any(weight is None or weight > 0 for weight in weights[1:]):
         raise ValueError("`weight` is 0 in every message of the assistant, so nothing is learned")
+
+
+def _refuse_spans(row: Row) -> None:
+    """Raise ValueError if an answer that is no demonstration has weights of its parts."""
+    for column in ("chosen", "rejected", "completion"):
+        messages = row.get(column)
+        if isinstance(messages, list) and any(span_weights.KEY in turn for turn in messages):
+            raise ValueError(f"`{column}` has weights of parts, which only SFT reads")
 
 
 def _check_steps(steps: Any, labels: Any) -> None:

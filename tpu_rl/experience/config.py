@@ -168,6 +168,15 @@ class RolloutConfig:
     """The likelihood of the reference answer as a reward."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """The choice of rows by their pass rates, and starts from solutions."""
+    constraints: tuple[str, ...] = ()
+    """Limits of the means of rewards and lengths, NAME<=LIMIT or NAME>=LIMIT, which Lagrange
+    multipliers hold: "length<=200" (sampled tokens), "repetition>=-0.1" (its values are below 0)
+    with --reward gsm8k "0*repetition"."""
+    constraint_rate: float = 0.01
+    """Change of a multiplier per batch and unit beyond the limit. A length is in tokens: 0.0001 to
+    0.001 suits it."""
+    constraint_max: float = 100.0
+    """Largest multiplier."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every

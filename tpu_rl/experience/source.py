@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -49,6 +49,51 @@ class Source(NamedTuple):
             return self.take_snapshot()
         state = self.get_state()
         return lambda: state
+
+
+class Memory(Protocol):
+    """A transform (`experience.transforms`) that remembers something from batch to batch."""
+
+    def __call__(self, scored: Scored, step: int, state: TrainState) -> Scored: ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return its part of a metrics row, after a call."""
+        ...
+
+    def get_state(self) -> Any:
+        """Return a JSON value that later calls do not change."""
+        ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+def with_memories(source: Source, memories: Mapping[str, Memory]) -> Source:
+    """Return the source whose checkpoints have the states of these transforms of its batches."""
+    if not memories:
+        return source
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        experience = source.draw(step, state)
+        for memory in memories.values():
+            experience.metrics.update(memory.metrics())
+        return experience
+
+    def take_snapshot() -> Callable[[], dict[str, Any]]:
+        of_source = source.snapshot()
+        states = {name: memory.get_state() for name, memory in memories.items()}
+        return lambda: {"source": of_source(), **states}
+
+    def set_state(state: dict[str, Any]) -> None:
+        source.set_state(state["source"])
+        for name, memory in memories.items():
+            memory.set_state(state[name])
+
+    return source._replace(
+        draw=draw,
+        get_state=lambda: take_snapshot()(),
+        set_state=set_state,
+        take_snapshot=take_snapshot,
+    )
 
 
 def offline(data: Any) -> StepExperience:

@@ -40,15 +40,19 @@ def apply(transforms: Sequence[Transform], scored: Scored, step: int, state: Tra
     return scored
 
 
-def of_algorithm(spec: ExperienceSpec, tokenizer: Tokenizer) -> tuple[Transform, ...]:
+def of_algorithm(
+    spec: ExperienceSpec, tokenizer: Tokenizer, memories: Sequence[Transform] = ()
+) -> tuple[Transform, ...]:
     """Build the transforms that an algorithm brings, and check the rows that they add.
+
+    First come the `memories` of the run, transforms that it has made (`source.Memory`).
 
     The transforms raise InputError if groups do not grow by `spec.rows_added` rows: memory and
     shapes are planned for that many.
     """
-    chain: tuple[Transform, ...] = ()
+    chain = tuple(memories)
     if spec.expert_column is not None:
-        chain = (expert_of_column(spec.expert_column, tokenizer),)
+        chain += (expert_of_column(spec.expert_column, tokenizer),)
     if spec.transforms is not None:
         chain += tuple(spec.transforms(tokenizer))
     if spec.texts is not None:

@@ -23,10 +23,13 @@ class Case(NamedTuple):
     data: Callable[[], Any]
     groups: tiny.Groups = tiny.GROUPS
     """Of the data."""
-    learned: Literal["weights", "actions", "ends", "ends and starts", "some actions"] = "weights"
+    learned: Literal[
+        "weights", "actions", "ends", "ends and starts", "some actions", "observations too"
+    ] = "weights"
     """The tokens that have a gradient: those with a weight, or (sequence-level losses) all that are
     actions, or those that the batch names as its ends, or with them the slots that it names as
-    their starts. "some actions": any of the actions, at either of the states of `reads`."""
+    their starts. "observations too": as "weights", which tokens between actions have, too. "some
+    actions": any of the actions, at either of the states of `reads`."""
     reads: Literal["previous", "own", "earlier", "either"] = "previous"
     """The hidden state that the gradient of a learned token reaches: that of the token before it,
     or its own. "either": all the one or all the other. "earlier": its own, or any of those of the
@@ -58,6 +61,14 @@ def with_experts(
         log_probs=data.log_probs * known,
         behaviour_log_probs=data.behaviour_log_probs * known,
     )
+
+
+def with_replays() -> Rollout:
+    """Sample completions, and let the last one of each group be an earlier policy's."""
+    data = off_policy()
+    is_replay = data.group_id != jnp.append(data.group_id[1:], -1)
+    source = jnp.where(is_replay, RowSource.REPLAY, RowSource.POLICY)
+    return replace(data, source=source.astype(jnp.int8))
 
 
 def with_baseline() -> Rollout:

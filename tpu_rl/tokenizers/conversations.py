@@ -162,9 +162,40 @@ def _turn(
     return Turn(start, *places[-1]) if places else Turn(start, stop, stop)
 
 
+def spans_in_turn(message: Message, turn: str) -> list[dict[str, Any]]:
+    """Return the weighted parts of a message's content, by characters of its rendered turn.
+
+    Raises:
+        InputError: if the turn does not show the content as it is, once.
+    """
+    spans = message.get(SPAN_WEIGHTS) or []
+    if not spans:
+        return []
+    content = str(message.get("content") or "")
+    shown = content.strip()
+    at_end = turn.rstrip().endswith(shown)
+    if not at_end and turn.count(shown) != 1:
+        raise InputError(
+            "parts of an answer have weights, and its rendered turn shows the text in another way",
+            where=json.dumps(message, ensure_ascii=False, default=str)[:200],
+            why="the chat template changes the answer, or writes it twice",
+            fix="use another template (--tokenizer.chat-template), or a weight for the message",
+        )
+    place = len(turn.rstrip()) - len(shown) if at_end else turn.index(shown)
+    shift = place - content.index(shown)
+
+    def moved(character: int) -> int:
+        # White space around the content may not be shown.
+        return min(max(character + shift, 0), len(turn))
+
+    return [span | {"start": moved(span["start"]), "end": moved(span["end"])} for span in spans]
+
+
 # --- what a rendering shows ---
 
-NO_TEXT = ("role", "weight", "tool_call_id")
+SPAN_WEIGHTS = "span_weights"
+"""Key of a message with the weights of parts of its content (`data.span_weights`)."""
+NO_TEXT = ("role", "weight", SPAN_WEIGHTS, "tool_call_id")
 """Keys of messages that are no texts for the model to read."""
 LINKS = ("id", "type")
 """Keys of calls that only some templates show, and that mean nothing by themselves."""

@@ -8,10 +8,13 @@ control tokens.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
 import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -353,7 +356,7 @@ class Tokenizer:
         if self.chat.assistant_turns == "last":
             answers = answers[-1:]
         last = answers[-1]
-        weights = [message_weight(messages[index]) for index in answers]
+        learned = [messages[index] for index in answers]
         conversation = self._conversation(messages[: last + 1], tools)
         num_added = len(conversation.messages) - (last + 1)
         answers = [index + num_added for index in answers]
@@ -361,19 +364,15 @@ class Tokenizer:
         if chat_templates.marks_assistant(conversation.template):
             text, turns = conversations.turns_by_marks(conversation, answers, ends)
             # Marked templates may drop what earlier answers thought.
-            *earlier, learned = [conversation.messages[index] for index in answers]
+            *earlier, final = [conversation.messages[index] for index in answers]
             calls = [{"tool_calls": message.get("tool_calls")} for message in earlier]
-            self._require_shown([*calls, learned], [text] * len(answers))
+            self._require_shown([*calls, final], [text] * len(answers))
             # The template also marks messages in between that are not learned.
             first = answers[0] - num_added
-            weights = [
-                message_weight(message)
-                for message in messages[first : last + 1]
-                if message["role"] == "assistant"
-            ]
-            if len(turns) != len(weights):
-                weights = self._same_weight(messages, weights) * len(turns)
-            return self._encode_turns(text, turns, weights, conversation.mark)
+            learned = [m for m in messages[first : last + 1] if m["role"] == "assistant"]
+            if len(turns) != len(learned):
+                learned = self._same_weight(messages, learned) * len(turns)
+            return self._encode_turns(text, turns, learned, conversation.mark)
         text, turns, reason = conversations.turns_by_difference(conversation, answers, ends)
         if len(answers) == 1 and conversation.messages[answers[0]].keys() <= {"role", "content"}:
             answer = text[turns[0].start : turns[0].stop] if not reason else ""
@@ -381,11 +380,11 @@ class Tokenizer:
                 # Nothing before the answer is learned, so the prompt as it is sampled from serves.
                 # Some templates rewrite the end of the conversation, drop what the answer thought,
                 # or write no end.
-                return self._encode_answer(conversation, answers[0], weights[0])
+                return self._encode_answer(conversation, answers[0], learned[0])
         if not reason:
             shown = [text[turn.start : turn.stop] for turn in turns]
             self._require_shown([conversation.messages[index] for index in answers], shown)
-            return self._encode_turns(text, turns, weights, conversation.mark)
+            return self._encode_turns(text, turns, learned, conversation.mark)
         raise InputError(
             "the assistant's messages cannot be found in the rendered conversation",
             where=f"chat template; {conversations.shown(messages)}",
@@ -407,7 +406,7 @@ class Tokenizer:
         return f"write `{'` and `'.join(others)}` into `content` ({thoughts}), or give {template}"
 
     def _encode_answer(
-        self, conversation: Conversation, index: int, weight: float
+        self, conversation: Conversation, index: int, message: Message
     ) -> Demonstration:
         """Return the prompt of an answer, as it is sampled from, and the answer as it is.
 
@@ -430,9 +429,10 @@ class Tokenizer:
             ids = self._encode_marked(content, mark, follows=True)
         else:
             ids = self.encode(content.replace(mark, "") if mark else content)
-        ids = [*ids, self.turn_end]
-        weights = [0.0] * len(prompt_ids) + [weight] * len(ids)
-        return Demonstration(prompt_ids + ids, weights)
+        weights = [0.0] * len(prompt_ids)
+        weights += self._turn_weights(prompt_ids + ids, len(prompt_ids), content, mark, message)
+        weights.append(message_weight(message))
+        return Demonstration([*prompt_ids, *ids, self.turn_end], weights)
 
     def _require_shown(self, answers: Sequence[Message], renderings: Sequence[str]) -> None:
         """Raise InputError if a message to learn has a text that the template does not show."""
@@ -538,15 +538,16 @@ class Tokenizer:
             return ""
         return text.partition(TURN[-1]["content"])[2]
 
-    def _same_weight(self, messages: list[Message], weights: list[float]) -> list[float]:
-        """Return the one weight of all turns, whose messages are not known."""
-        if len(set(weights)) == 1:
-            return weights[:1]
+    def _same_weight(self, messages: list[Message], learned: list[Message]) -> list[Message]:
+        """Return a message with the one weight of all turns, whose messages are not known."""
+        weights = {message_weight(message) for message in learned}
+        if len(weights) == 1 and not any(m.get(conversations.SPAN_WEIGHTS) for m in learned):
+            return [{"weight": weight} for weight in weights]
         raise InputError(
             "the weights of messages do not fit what the chat template marks",
             where=conversations.shown(messages),
             why="its {% generation %} blocks are not one for each message of the assistant",
-            fix="leave `weight` out, or correct the template (--tokenizer.chat-template)",
+            fix="leave weights out, or correct the template (--tokenizer.chat-template)",
         )
 
     def _conversation(
@@ -567,7 +568,11 @@ class Tokenizer:
         conversations.require_messages(messages)
         # The template does not see weights.
         messages = [
-            {key: value for key, value in message.items() if key != "weight"}
+            {
+                key: value
+                for key, value in message.items()
+                if key not in ("weight", conversations.SPAN_WEIGHTS)
+            }
             for message in messages
         ]
         if self.images is not None and self._reads_parts:
@@ -621,9 +626,9 @@ class Tokenizer:
         return self._encode_marked(text, mark)
 
     def _encode_turns(
-        self, text: str, turns: Sequence[Turn], turn_weights: Sequence[float], mark: str | None
+        self, text: str, turns: Sequence[Turn], learned: Sequence[Message], mark: str | None
     ) -> Demonstration:
-        """Return the ids of a rendered conversation, whose turns are learned with these weights.
+        """Return the ids of a rendered conversation, whose turns these messages are.
 
         A turn is encoded apart from the prompt before it, as the sampler writes it.
         """
@@ -643,17 +648,84 @@ class Tokenizer:
 
         position = 0
         end_weight = 0.0
-        for turn, weight in zip(turns, turn_weights, strict=True):
+        for turn, message in zip(turns, learned, strict=True):
+            weight = message_weight(message)
             add(text[position : turn.start], 0.0, end_weight)
-            add(text[turn.start : turn.stop], weight)
+            start = len(ids)
+            answer = text[turn.start : turn.stop]
+            add(answer, weight)
+            weights[start:] = self._turn_weights(ids, start, answer, mark, message)
             # The end is encoded with what follows it: some tokenizers strip spaces after it.
             position = turn.stop
             end_weight = weight if turn.end > turn.stop else 0.0
-        add(text[position:], turn_weights[-1])
+        last_weight = message_weight(learned[-1])
+        add(text[position:], last_weight)
         if not end_weight:
             ids.append(self.eos_ids[0])
-            weights.append(turn_weights[-1])
+            weights.append(last_weight)
         return Demonstration(ids, weights)
+
+    def _turn_weights(
+        self, ids: Sequence[int], start: int, turn: str, mark: str | None, message: Message
+    ) -> list[float]:
+        """Return the weights of ids[start:], a turn that renders a message."""
+        turn = turn.replace(mark, "") if mark else turn
+        spans = conversations.spans_in_turn(message, turn)
+        weights = self.weights_of_spans(ids, start, turn, spans)
+        return [message_weight(message) * weight for weight in weights]
+
+    def weights_of_spans(
+        self, ids: Sequence[int], start: int, text: str, spans: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        """Return what each of ids[start:] counts, 1 outside of the spans.
+
+        A token that writes characters of several spans has the smallest of their weights.
+
+        Args:
+            ids: ids that end with those of the text.
+            start: where these begin.
+            text: the text.
+            spans: `start` and `end`, characters of the text in order, and `weight`.
+
+        Raises:
+            InputError: if the ids write another text, so that nobody knows which writes what.
+        """
+        answer = list(ids[start:])
+        if not spans:
+            return [1.0] * len(answer)
+        # What a token writes can depend on the tokens before it, or at the start of a text.
+        for context in (list(ids[:start]), []):
+            before = len(self.decode(context, skip_special=False))
+            if self.decode(context + answer, skip_special=False)[before:] == text:
+                break
+        else:
+            raise InputError(
+                "parts of an answer have weights, and the tokenizer writes another text back",
+                where=repr(text[:80]),
+                why="the tokens of each part cannot be told",
+                fix="give the whole answer one weight",
+            )
+
+        @functools.cache
+        def written(count: int) -> int:
+            # Characters that the first tokens write; half of a character is none.
+            decoded = self.decode(context + answer[:count], skip_special=False)[before:]
+            return len(os.path.commonprefix([decoded, text]))
+
+        counts = range(len(answer) + 1)
+        edges = [0, *(edge for span in spans for edge in (span["start"], span["end"])), len(text)]
+        pieces = [(span["start"], span["end"], span["weight"]) for span in spans]
+        pieces += [(a, b, 1.0) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        weights = [math.inf] * len(answer)
+        for first, end, weight in pieces:
+            if first >= end:
+                continue
+            # From the token that writes beyond `first`, or the one after it is reached.
+            low = bisect.bisect_right(counts, first, key=written) - 1
+            low = min(low, bisect.bisect_left(counts, first, key=written))
+            for token in range(low, bisect.bisect_left(counts, end, key=written)):
+                weights[token] = min(weights[token], weight)
+        return [1.0 if weight == math.inf else weight for weight in weights]
 
     # --- conversations of several turns ---
 

@@ -1,0 +1,126 @@
+"""Weights of parts of an answer in supervised fine-tuning, by characters.
+
+    {"role": "assistant", "content": "So 42.", "span_weights": [{"text": "42", "weight": 3}]}
+    {"role": "assistant", "content": [{"text": "So", "train": false}, {"text": " 42."}]}
+    {"role": "assistant", "content": "So 42.",
+     "train_detail": [{"begin_offset": 2, "end_offset": 5, "train": true}]}
+
+The second and the third form are axolotl's. A span is a `text` that occurs once, or `start` and
+`end`, the characters [start, end). axolotl's `end_offset` is the last character itself, and what
+its spans leave out is not learned. In our form it keeps the weight 1. A message's `weight`
+multiplies those of its spans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+KEY = "span_weights"
+"""Key of a message, and column of a row with a plain completion. Rows that are read have there a
+list of {"start", "end", "weight"} in order, which do not overlap."""
+DETAILS = ("train_detail", "training_detail")
+"""axolotl's keys."""
+
+
+def of_parts(parts: Sequence[Any], texts: Sequence[str], place: str) -> list[dict[str, Any]]:
+    """Return the spans of a content of parts with these texts: those with `train` or `weight`.
+
+    Raises:
+        ValueError: if `train` is no truth value.
+    """
+    spans = []
+    start = 0
+    for part, text in zip(parts, texts, strict=True):
+        flags = part if isinstance(part, dict) else {}
+        weight = flags.get("weight")
+        if flags.get("train") is not None:
+            weight = _of_flag(flags["train"], place)
+        if weight is not None:
+            spans.append({"start": start, "end": start + len(text), "weight": weight})
+        start += len(text)
+    return spans
+
+
+def of_details(details: Any, length: int, place: str) -> list[dict[str, Any]]:
+    """Return the spans of axolotl's `train_detail`, for a content of `length` characters.
+
+    Raises:
+        ValueError: if one of them has another form.
+    """
+    learned = [0.0] * length
+    for detail in details if isinstance(details, list) else [details]:
+        keys = ("begin_offset", "end_offset", "train")
+        if not isinstance(detail, dict) or not set(keys) <= detail.keys():
+            raise ValueError(
+                f"`train_detail` of {place} has no {', '.join(keys)}: {_shown(detail)}"
+            )
+        start, last, flag = (detail[key] for key in keys)
+        _require_within(start, last, length - 1, place, detail)
+        if _of_flag(flag, place):
+            learned[start : last + 1] = [1.0] * (last + 1 - start)
+    spans = []
+    start = 0
+    for weight, characters in itertools.groupby(learned):
+        end = start + len(list(characters))
+        spans.append({"start": start, "end": end, "weight": weight})
+        start = end
+    return spans
+
+
+def checked(spans: Any, text: str, place: str) -> list[dict[str, Any]]:
+    """Return spans with their `start` and `end`, in order.
+
+    Raises:
+        ValueError: if one has another form or no place in the text, or two overlap.
+    """
+    if not isinstance(spans, list):
+        raise ValueError(f"`{KEY}` of {place} is a list of spans, not {_shown(spans)}")
+    result = []
+    for span in spans:
+        keys = span.keys() if isinstance(span, dict) else set()
+        if keys not in ({"text", "weight"}, {"start", "end", "weight"}):
+            raise ValueError(
+                f"a span of {place} has `text` or `start` and `end`, and `weight`: {_shown(span)}"
+            )
+        weight = span["weight"]
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of a span of {place} is no number from 0: {_shown(span)}")
+        start, end = span.get("start"), span.get("end")
+        if "text" in span:
+            part = span["text"]
+            count = text.count(part) if isinstance(part, str) and part else 0
+            if count != 1:
+                raise ValueError(
+                    f"the text of a span of {place} occurs {count} times: {_shown(span)}; it "
+                    "occurs once, or `start` and `end` say where it is"
+                )
+            start = text.index(part)
+            end = start + len(part)
+        _require_within(start, end, len(text), place, span)
+        result.append({"start": start, "end": end, "weight": float(weight)})
+    result.sort(key=lambda span: (span["start"], span["end"]))
+    for before, after in zip(result, result[1:], strict=False):
+        if after["start"] < before["end"]:
+            raise ValueError(f"spans of {place} overlap: {_shown([before, after])}")
+    return result
+
+
+def _require_within(start: Any, end: Any, last: int, place: str, span: Any) -> None:
+    are_places = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, end))
+    if not are_places or not 0 <= start <= end <= last:
+        raise ValueError(f"a span of {place} is not within 0 and {last}: {_shown(span)}")
+
+
+def _of_flag(flag: Any, place: str) -> float:
+    if not isinstance(flag, bool):
+        raise ValueError(f"`train` of a part of {place} is true or false, not {_shown(flag)}")
+    return float(flag)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=repr)[:80]
