@@ -43,6 +43,18 @@ def state(tmp_path) -> dict:
     return stream.get_state()
 
 
+def test_a_picture_that_became_another_file_is_a_change(tmp_path):
+    """Names of pictures are relative to the folder of the data. A text may be the picture itself."""
+    (tmp_path / "a.png").write_bytes(b"12345")
+    rows = [{"images": ["a.png", "data:" + "A" * 9000, "x\0", {"path": "a.png"}]}, {"images": None}]
+    before = data.digests(rows, tmp_path)
+    assert before[0] == data.digests(rows, tmp_path)[0]
+    (tmp_path / "a.png").write_bytes(b"123456")
+    after = data.digests(rows, tmp_path)
+    assert after[0] != before[0]
+    assert (after[1] != before[1]).tolist() == [True, False]
+
+
 CHANGED_ROWS = {
     "one byte": (
         [*ROWS[:5], ROWS[5] | {"prompt": "5 + 5 =  "}, *ROWS[6:]],

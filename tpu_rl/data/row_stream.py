@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,15 +44,17 @@ def fingerprint(source: Rows) -> str:
     return digest.hexdigest()
 
 
-def digests(rows: Sequence[Row]) -> tuple[str, np.ndarray]:
+def digests(rows: Sequence[Row], folder: Path = Path()) -> tuple[str, np.ndarray]:
     """Return (`fingerprint`, [rows] uint64, a hash of each row), of rows that are no formula.
 
-    The order of columns does not matter.
+    The order of columns does not matter. Of a picture in a file, the name and the size count.
+    `folder` is the one that names of pictures are relative to.
     """
     whole = hashlib.sha256()
     of_rows = bytearray()
     for row in rows:
-        text = _as_json(row)
+        sizes = _picture_sizes(row, folder)
+        text = _as_json(row | {"sizes of pictures": sizes} if sizes else row)
         whole.update(text + b"\n")
         of_rows += _short_hash(text).digest()
     return whole.hexdigest(), np.frombuffer(bytes(of_rows), "<u8")
@@ -59,6 +63,15 @@ def digests(rows: Sequence[Row]) -> tuple[str, np.ndarray]:
 def row_digest(row: Row) -> str:
     """Return a hash of a row, 16 hex digits. The order of columns does not matter."""
     return _short_hash(_as_json(row)).hexdigest()
+
+
+def _picture_sizes(row: Row, folder: Path) -> list[int]:
+    """Return the sizes of the files in the column `images`, in bytes."""
+    names = [
+        item.get("path") if isinstance(item, dict) else item for item in row.get("images") or ()
+    ]
+    files = [folder / name for name in names if isinstance(name, str)]
+    return [os.path.getsize(file) for file in files if os.path.isfile(file)]
 
 
 def _short_hash(text: bytes) -> Any:

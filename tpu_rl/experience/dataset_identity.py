@@ -62,7 +62,7 @@ def make_stream(
         InputError: if the rows differ and that is not accepted, or differ between processes.
         DamagedDataError: if the digests cannot be read.
     """
-    current = Digests(*data.digests(rows))
+    current = Digests(*data.digests(rows, Path(data_path or ".").parent))
     if processes.count() > 1:
         agreement.require_equal({"the training rows": current.fingerprint})
     earlier_fingerprints = processes.from_first(
