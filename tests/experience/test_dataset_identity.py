@@ -44,7 +44,7 @@ def state(tmp_path) -> dict:
 
 
 def test_a_picture_that_became_another_file_is_a_change(tmp_path):
-    """Names of pictures are relative to the folder of the data. A text may be the picture itself."""
+    """Names of pictures are relative to the data. A text may be the picture itself."""
     (tmp_path / "a.png").write_bytes(b"12345")
     rows = [{"images": ["a.png", "data:" + "A" * 9000, "x\0", {"path": "a.png"}]}, {"images": None}]
     before = data.digests(rows, tmp_path)
