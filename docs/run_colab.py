@@ -1,6 +1,6 @@
-"""Run a notebook of this folder from its first cell to its last, and keep its curve in it.
+"""Run colab.ipynb from its first cell to its last, and keep its curve in it.
 
-    python docs/run_colab.py RUN_DIR [--notebook docs/chain.ipynb] [--to NOTEBOOK]
+    python docs/run_colab.py RUN_DIR [--to NOTEBOOK]
 
 The cell with the tag `curve` gets what it printed and drew as its output. The cell that installs
 the package is left out: the code of this folder runs.
@@ -24,9 +24,9 @@ COLORS = 64
 """Colors of the picture, so that the notebook stays small."""
 
 
-def read(notebook: Path = NOTEBOOK) -> dict[str, Any]:
+def read() -> dict[str, Any]:
     """Return the notebook."""
-    return json.loads(notebook.read_text(encoding="utf-8"))
+    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
 
 
 def tagged(cell: dict[str, Any], tag: str) -> bool:
@@ -34,33 +34,29 @@ def tagged(cell: dict[str, Any], tag: str) -> bool:
     return tag in cell["metadata"].get("tags", [])
 
 
-def programs(run_dir: Path, notebook: Path = NOTEBOOK) -> list[tuple[int, str]]:
+def programs(run_dir: Path) -> list[tuple[int, str]]:
     """Return (index of the cell, its code) of all cells but the one that installs the package.
 
     What a shell would do becomes a call, and the run folder is `run_dir`.
     """
-    numbered = enumerate(read(notebook)["cells"])
-    cells = [(i, cell) for i, cell in numbered if cell["cell_type"] == "code"]
+    cells = [(i, cell) for i, cell in enumerate(read()["cells"]) if cell["cell_type"] == "code"]
     own = [(i, "".join(cell["source"])) for i, cell in cells if not tagged(cell, "install")]
     assert len(own) == len(cells) - 1
-    folder = f'RUN = "runs/{notebook.stem}"'
-    assert sum(text.count(folder) for _, text in own) == 1
-    # As IPython does, $NAME becomes the variable of this name.
+    assert sum(text.count('RUN = "runs/colab"') for _, text in own) == 1
     call = (
-        r"import re, subprocess; "
-        r"line = re.sub(r'\\$([A-Z]+)', lambda found: str(globals()[found[1]]), r'''\1'''); "
-        r"subprocess.run(line, shell=True, check=True)"
+        r"import subprocess; "
+        r"subprocess.run(f'\1'.replace('$RUN', globals().get('RUN', '')), shell=True, check=True)"
     )
 
     def program(text: str) -> str:
-        text = text.replace(folder, f"RUN = {str(run_dir)!r}")
+        text = text.replace('RUN = "runs/colab"', f"RUN = {str(run_dir)!r}")
         text = text.replace("!python ", f"!{sys.executable} ")
         return re.sub(r"(?m)^!((?:.*\\\n)*.*)$", call, text)
 
     return [(i, program(text)) for i, text in own]
 
 
-def run(run_dir: Path, path: Path = NOTEBOOK) -> dict[str, Any]:
+def run(run_dir: Path) -> dict[str, Any]:
     """Run all cells and return the notebook with the output of its curve."""
     from PIL import Image
 
@@ -70,9 +66,9 @@ def run(run_dir: Path, path: Path = NOTEBOOK) -> dict[str, Any]:
     ipython: Any = types.ModuleType("IPython")
     ipython.version_info = (9, 0)  # matplotlib asks for it.
     sys.modules |= {"IPython": ipython, "IPython.display": display}
-    notebook = read(path)
+    notebook = read()
     variables: dict[str, Any] = {"__name__": "__main__"}
-    for i, program in programs(run_dir, path):
+    for i, program in programs(run_dir):
         cell = notebook["cells"][i]
         printed = io.StringIO()
         shown = contextlib.redirect_stdout(printed) if tagged(cell, "curve") else None
@@ -102,11 +98,10 @@ def run(run_dir: Path, path: Path = NOTEBOOK) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--notebook", type=Path, default=NOTEBOOK)
-    parser.add_argument("--to", type=Path, help="the default is the notebook itself")
+    parser.add_argument("--to", type=Path, default=NOTEBOOK)
     flags = parser.parse_args()
-    text = json.dumps(run(flags.run_dir, flags.notebook), indent=1, ensure_ascii=False)
-    (flags.to or flags.notebook).write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(run(flags.run_dir), indent=1, ensure_ascii=False)
+    flags.to.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
