@@ -18,9 +18,11 @@ from tpu_rl import metrics, models, report, run_files
 from tpu_rl.checkpoint import digests, manifests
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import compose, roles, stages
+from tpu_rl.commands.config import FileData
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError, printable
 from tpu_rl.evaluation import pair_audit
+from tpu_rl.experience import label_flips, tasks
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
 from tpu_rl.runtime import processes
@@ -63,6 +65,9 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
         "files": manifests.describe_files(run_dir, folders),
     }
+    if isinstance(config.data, FileData) and config.data.flip.share:
+        train = tasks.file_rows(config.data, config.algorithm.experience, config.evaluation.rows)[0]
+        summary["label_flips"] = label_flips.count(train)
     # The page written while the run was on goes first: without one, no run counts as finished.
     (run_dir / report.FILE).unlink(missing_ok=True)
     metrics.write_summary(run_dir, summary)

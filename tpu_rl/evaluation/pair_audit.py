@@ -22,6 +22,7 @@ from tpu_rl import data, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
 from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
+from tpu_rl.experience import label_flips
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.pairs import GivenPairs, ToPairs
 from tpu_rl.runtime import processes, watchdog
@@ -110,9 +111,7 @@ def describe(row: Row, times_trained: Counter[int]) -> dict[str, Any]:
     line = {"row": row["row"], "times": times_trained[row["row"]]}
     for name in ("prompt", "chosen", "rejected"):
         line[name] = rewards.text_of(row[name])[:MAX_CHARACTERS]
-    if "slice" in row:
-        line["slice"] = row["slice"]
-    return line
+    return line | {name: row[name] for name in ("slice", label_flips.COLUMN) if name in row}
 
 
 def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:

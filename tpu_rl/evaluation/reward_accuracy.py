@@ -23,7 +23,7 @@ from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation import answer_accuracy, pair_accuracy
 from tpu_rl.evaluation.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
-from tpu_rl.experience import pairing
+from tpu_rl.experience import label_flips, pairing
 from tpu_rl.rewards import reward_model
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer
@@ -208,8 +208,14 @@ def last_number(text: str) -> Any:
 
 
 def column_slices(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the slice of each row: its column `slice`, if it has one."""
-    return [(str(row["slice"]),) if "slice" in row else () for row in rows]
+    """Return the slices of each row: its column `slice`, if it has one, and "label_flipped"."""
+    return [
+        (
+            *[str(row["slice"])] * ("slice" in row),
+            *[label_flips.COLUMN] * (label_flips.COLUMN in row),
+        )
+        for row in rows
+    ]
 
 
 def with_lengths(slices: Sequence[tuple[str, ...]], pairs: Pairs) -> list[tuple[str, ...]]:

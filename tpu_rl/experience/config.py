@@ -10,9 +10,36 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from tpu_rl import sampler
 from tpu_rl.environments import TASKS
+from tpu_rl.errors import InputError
 from tpu_rl.sampler import Speculation, Thinking
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
+
+
+@dataclass(frozen=True)
+class FlipConfig:
+    """Training rows whose labels are turned around, to see what wrong labels do."""
+
+    share: float = 0.0
+    """Turn around this share of the labels: chosen and rejected, `label`, or numbers in `answer`.
+    Held-out rows keep theirs. 0 is off."""
+    where: str = ""
+    """Only of rows with this text in their column `column`; capitals do not matter."""
+    column: str = "prompt"
+    """The column with that text, such as one that names the topic."""
+    seed: int = 0
+    """Decides with the row alone which labels these are; --seed does not."""
+
+    def __post_init__(self):
+        selects = bool(self.where or self.seed) or self.column != "prompt"
+        if not 0 <= self.share <= 1 or (selects and not self.share):
+            raise InputError(
+                f"--data.flip.share is {self.share:g}",
+                where="--data.flip",
+                why="it is a share of the labels, above 0 if another flag of --data.flip is given",
+                fix="as in --data.flip.share 0.5 --data.flip.where politics",
+            )
+
 
 DataFormat = Literal["plain", "code", "gsm8k", "gsm8k_solutions"]
 """The columns of files of rows; see `FileData.format`."""
@@ -54,6 +81,8 @@ class FileData:
     decontaminate: int = 0
     """Drop training rows whose prompt has so many words in a row that a held-out prompt has too; of
     a shorter prompt, all words. 13 is usual; 0 drops none."""
+    flip: FlipConfig = FlipConfig()
+    """Wrong labels, as a control."""
     chat: Literal["auto", "always", "never"] = "auto"
     """The use of the chat template for prompts that are plain text. auto: a prompt becomes the
     user's message if the tokenizer has a chat template. always: the same, but an error without

@@ -23,8 +23,8 @@ from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data import Row, Rows, shapes
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
-from tpu_rl.experience import dataset_identity
-from tpu_rl.experience.config import DataConfig, FileData
+from tpu_rl.experience import dataset_identity, label_flips
+from tpu_rl.experience.config import DataConfig, FileData, FlipConfig
 from tpu_rl.rollout import prompts
 from tpu_rl.sandbox import problems as programming
 from tpu_rl.tokenizers import Tokenizer
@@ -202,6 +202,9 @@ def file_rows(
         )
     if files.templates or files.evaluation_templates or files.decontaminate:
         return _chosen_rows(files, spec, num_held_out)
+    if files.flip.share:
+        rows = file_rows(replace(files, flip=FlipConfig()), spec, num_held_out)
+        return label_flips.flip(files.flip, spec, *rows)
     if files.format == "gsm8k_solutions":
         return solution_rows(files, spec, num_held_out)
     rows = read_rows(files, files.path, spec, files.split)
