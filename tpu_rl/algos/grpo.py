@@ -181,8 +181,8 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
     number; with --algorithm.advantages opo this is the optimal token baseline."""
     separators: tuple[int, ...] = ()
     """Ids of tokens that end a turn, with credit turn or reward: the steps of a text."""
-    gamma: Annotated[float, In("(0, 1]")] = 1.0
-    """Discount per turn of the returns from a turn on."""
+    gamma: Annotated[float, In("[0, 1]")] = 1.0
+    """Discount per turn of the returns from a turn on; 0: a turn has its own reward alone."""
     step_coef: NotNegative = 1.0
     """Coefficient of the advantages among turns that answer the same observation; GiGPO's omega."""
 

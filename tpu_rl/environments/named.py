@@ -16,6 +16,7 @@ from tpu_rl.environments import (
     python_tool,
     reflection,
     search,
+    self_verify,
 )
 from tpu_rl.environments.adapters import (
     gem,
@@ -37,6 +38,7 @@ ENVIRONMENTS: dict[str, Factory] = {
     "python_tool": python_tool.PythonTool,
     "search": search.Search,
     "search_random": search.RandomSearch,
+    "self_verify": self_verify.SelfVerify,
 }
 """Every built-in environment by its name. To add one, write its file and add its row here."""
 
