@@ -139,6 +139,19 @@ def test_several_samples_of_problems_from_a_file(model_dir, tmp_path, capsys):
     assert names == [f"pass@{k}, temperature 1" for k in (1, 2, 3)] + ["maj@3", "greedy"]
 
 
+@pytest.mark.nightly
+def test_all_problems_are_answered_in_each_template(model_dir, tmp_path, capsys):
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(1, 8)]
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--preset=arithmetic_grpo", "--greedy", "--max-new-tokens=4", f"--data.path={file}"]
+    assert evaluate.main([model_dir, *flags, "--data.templates", "{prompt}", "0+{prompt}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    columns = [[cell.strip() for cell in line.split("│")] for line in lines if "greedy" in line]
+    assert [line[1:3] for line in columns] == [["{prompt}", "greedy"], ["0+{prompt}", "greedy"]]
+    assert {line[5] for line in columns} == {"7"}
+
+
 FORMATS = {
     "plain": {"prompt": "1+1=", "answer": "2"},
     "code": {"prompt": "1+1=", "tests": ["assert add(1, 1) == 2"]},
@@ -250,6 +263,12 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
         (evaluate, ["MODEL", "--data.split", "test"], "--data.split without a file"),
         (evaluate, ["MODEL", "--data.config", "main"], "--data.config without a file"),
         (evaluate, ["MODEL", "--samples", "0"], "--samples is 0"),
+        (evaluate, ["MODEL", "--data.templates", "Q:"], "has no place for a prompt"),
+        (
+            evaluate,
+            ["MODEL", "--data.templates", "{prompt}", "--target-entropy", "0.3"],
+            "several templates with",
+        ),
         (evaluate, ["MODEL", "--temperature", "0"], "use --greedy"),
         (evaluate, ["MODEL", "--preset", "arithmetic_grop"], "did you mean arithmetic_grpo"),
         (evaluate, ["MODEL", "--reward", "aritmetic"], "arithmetic"),

@@ -31,6 +31,8 @@ def float32(values):
         ("runs/rm?gsm8k>0.5", RewardTerm("runs/rm", 1.0, Gate("gsm8k", True, 0.5))),
         ("2*rm ? my.py:len < -3", RewardTerm("rm", 2.0, Gate("my.py:len", False, -3.0))),
         ("0*python:length", RewardTerm("python:length", 0.0)),
+        ("pattern(regex=(a|b)*c?)", RewardTerm("pattern(regex=(a|b)*c?)")),
+        ("2*pattern(regex=a*)?rm>0", RewardTerm("pattern(regex=a*)", 2.0, Gate("rm", True, 0.0))),
     ],
 )
 def test_terms_are_read(text, term):

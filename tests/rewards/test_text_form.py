@@ -5,7 +5,8 @@ import pytest
 
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.others import coin
-from tpu_rl.rewards.text_form import phrases
+from tpu_rl.rewards.registry import resolve
+from tpu_rl.rewards.text_form import pattern, phrases
 
 TEXTS = ["Wait, no. wait: awaiting.", "Let me check. Let me  check", ""]
 
@@ -35,3 +36,16 @@ def test_a_coin_tosses_by_prompt_and_completion():
     assert sum(coin(p=1.0)(prompts, texts)) == len(prompts)
     with pytest.raises(InputError, match="p=1.5"):
         coin(p=1.5)
+
+
+def test_a_regular_expression_is_a_metric_of_the_form():
+    texts = ["a\n#### 12", "so \\boxed{12}", "x #### 3"]
+    assert pattern(regex="^#### ")([""] * 3, texts) == [1.0, 0.0, 0.0]
+    assert pattern(regex=r"\\boxed")([""] * 3, texts) == [0.0, 1.0, 0.0]
+    assert pattern(regex=r"x? #+ \d", whole=True)([""] * 3, texts) == [0.0, 0.0, 1.0]
+    named = resolve("pattern(regex=(a|so)*.*[}])")
+    assert named([""] * 3, texts) == [0.0, 1.0, 0.0]
+    with pytest.raises(InputError, match="unterminated"):
+        pattern(regex="[a")
+    with pytest.raises(InputError, match="needs regex="):
+        resolve("pattern")

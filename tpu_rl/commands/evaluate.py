@@ -94,6 +94,9 @@ class DataFlags:
     columns: tuple[str, ...] | None = None
     """Other names of columns of --data.path, as in training: NAME=COLUMN. The default is the
     preset's or run's."""
+    templates: tuple[str, ...] = ()
+    """Texts with {prompt} in them. All problems are answered once in each of them, and each has a
+    line of its own. The default are the run's, one for each problem."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,9 @@ def main(argv: list[str]) -> int:
         if flags.guide is not None:
             report_guided(config, language, params, problems, scorer, flags)
             return 0
+        if flags.data.templates:
+            report_templates(flags, config, language, params, problems, scorer)
+            return 0
         score = None if flags.kl_to is None else other_score(flags, config, language)
         results = answer(config, language, params, problems, scorer, flags)
         report(flags, scorer, results)
@@ -232,6 +238,21 @@ def check(flags: Flags) -> None:
             where="--kl-to",
             why="it is an expectation over completions that the model itself samples",
             fix="leave out --temperature, --greedy and --search",
+        )
+    for template in flags.data.templates:
+        if "{prompt}" not in template:
+            raise InputError(
+                f"the template {template!r} has no place for a prompt",
+                where="--data.templates",
+                fix="write {prompt} into each template",
+            )
+    alone = flags.kl_to is None and target is None and not flags.guide
+    if flags.data.templates and not alone:
+        raise InputError(
+            "several templates with --kl-to, --target-entropy or --guide",
+            where="--data.templates",
+            why="these report one number for all prompts",
+            fix="leave the templates out, or measure them alone",
         )
     if flags.judge and (flags.samples < 2 or flags.greedy or flags.guide):
         raise InputError(
@@ -308,6 +329,9 @@ def load_settings(flags: Flags) -> ExperimentConfig:
     )
     changes = {"chat": flags.data.chat, "system": flags.data.system}
     changes = {name: value for name, value in changes.items() if value is not None}
+    if flags.data.templates and isinstance(config.data, FileData):
+        own = replace(config.data, templates=(), evaluation_templates=())
+        config = replace(config, data=own)
     if not changes:
         return config
     if not isinstance(config.data, FileData):
@@ -503,14 +527,8 @@ def report_guided(
 def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None:
     """Print a table of all measures, and errors of the rewards."""
     table = Table("", "value", "95 % interval", "problems", title=escape(flags.model))
-    for name, estimate in measures(flags, results):
-        table.add_row(name, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
-    for name, result in results.items():
-        for reward, estimate in mean_rewards(scorer, result).items():
-            limits = f"{estimate.low:.3g} to {estimate.high:.3g}"
-            table.add_row(
-                escape(f"mean {reward}, {name}"), f"{estimate.value:.3g}", limits, str(estimate.n)
-            )
+    for line in table_lines(flags, scorer, results):
+        table.add_row(*map(escape, line))
     console = Console()
     console.print(table)
     for name, result in results.items():
@@ -523,6 +541,44 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             console.print(calibration.as_text(name, result.calibration), markup=False)
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+def table_lines(
+    flags: Flags, scorer: Scorer, results: dict[str, Evaluation]
+) -> list[tuple[str, str, str, str]]:
+    """Return (name, value, interval, problems) of each measure."""
+    lines = [
+        (name, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+        for name, estimate in measures(flags, results)
+    ]
+    for name, result in results.items():
+        for reward, estimate in mean_rewards(scorer, result).items():
+            limits = f"{estimate.low:.3g} to {estimate.high:.3g}"
+            line = (f"mean {reward}, {name}", f"{estimate.value:.3g}", limits, str(estimate.n))
+            lines.append(line)
+    return lines
+
+
+def report_templates(
+    flags: Flags,
+    config: ExperimentConfig,
+    language: roles.Language,
+    params: Params,
+    problems: list[Row],
+    scorer: Scorer,
+) -> None:
+    """Print a table of the measures of all problems in each template."""
+    columns = ("template", "", "value", "95 % interval", "problems")
+    table = Table(*columns, title=escape(flags.model))
+    for template in flags.data.templates:
+        rows = [tasks.with_template(row, (template,)) for row in problems]
+        results = answer(config, language, params, rows, scorer, flags)
+        for line in table_lines(flags, scorer, results):
+            table.add_row(escape(template), *map(escape, line))
+        table.add_section()
+        for error in (error for result in results.values() for error in result.errors[:3]):
+            print(f"{template}, not scored: {error}", file=sys.stderr)
+    Console().print(table)
 
 
 def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language) -> Score:

@@ -71,9 +71,11 @@ class RewardTerm:
                 why=f"this is {text!r}",
                 fix="pass functions to tpu_rl.train(..., rewards=[...])",
             )
-        body, has_gate, condition = text.partition("?")
-        weight, has_weight, name = body.rpartition("*")
-        weight = weight.strip()
+        outside = _outside(text)
+        end = outside.find("?") if "?" in outside else len(text)
+        body, has_gate, condition = text[:end], text[end : end + 1], text[end + 1 :]
+        start = outside.rfind("*", 0, end) + 1
+        weight, has_weight, name = body[: max(start - 1, 0)].strip(), bool(start), body[start:]
         is_scheduled = weight.startswith(PYTHON) or schedule_of(weight) is not None
         term = RewardTerm(
             name.strip() if has_weight or has_gate else text,
@@ -176,6 +178,13 @@ def totals(terms: Sequence[RewardTerm], parts: Mapping[str, np.ndarray]) -> np.n
     unscored = np.isnan(stacked)
     sums = np.where(unscored, 0, stacked).sum(axis=0)
     return np.where(unscored.all(axis=0), np.nan, sums).astype(np.float32)
+
+
+def _outside(text: str) -> str:
+    """Return a text of the same length with _ in place of parentheses and what is inside them."""
+    while (masked := re.sub(r"\([^()]*\)", lambda group: "_" * len(group[0]), text)) != text:
+        text = masked
+    return text
 
 
 def _gate(condition: str, text: str) -> Gate:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
+from tpu_rl.errors import InputError
 from tpu_rl.rewards import composed
 from tpu_rl.rewards.scoring import Reward
 
@@ -73,5 +74,28 @@ def phrases(any_of: str = "wait|let me check|let me verify|alternatively", most:
         del prompts
         counts = [len(pattern.findall(text_of(completion))) for completion in completions]
         return [float(min(count, most) if most else count) for count in counts]
+
+    return score
+
+
+def pattern(regex: str = "", whole: bool = False) -> Reward:
+    """Return 1 for each completion in which the regular expression `regex` is found, else 0.
+
+    As metrics, several show which form of answers a run settles on (arXiv 2504.07912):
+    `--evaluation.metrics "pattern(regex=boxed)" "pattern(regex=^#### )"`. The syntax is Python's;
+    ^ and $ stand for the ends of lines. With `whole=true` it has to match the whole text. A comma
+    has to stand in parentheses, and parentheses have to match.
+    """
+    try:
+        compiled = re.compile(regex, re.MULTILINE)
+    except re.error as error:
+        raise InputError(
+            f"pattern(regex={regex})", where="--reward", why=str(error), fix="repair the expression"
+        ) from None
+    match = compiled.fullmatch if whole else compiled.search
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        del prompts
+        return [float(match(text_of(completion)) is not None) for completion in completions]
 
     return score

@@ -120,6 +120,7 @@ BUILTIN: dict[str, Verifier] = {
     "consistent": _made(others.consistent)._replace(required=("of",)),
     "implicit": _made(others.implicit)._replace(required=("model", "reference")),
     "similarity": _made(others.similarity)._replace(required=("model",)),
+    "pattern": _made(text_form.pattern)._replace(required=("regex",)),
     "recall": _made(recall.recall)._replace(required=("documents",)),
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
     "environment": Verifier(others.environment),
