@@ -60,6 +60,20 @@ def run_python(source: str, directory, devices: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=several.virtual_devices(devices))
 
 
+def test_a_step_is_checked_and_read_in_parts(tmp_path, monkeypatch):
+    state = make_state()
+    save_one(tmp_path / "new", state)
+    monkeypatch.setattr(manager, "CHECK_BYTES", 64)
+    checkpoints = manager.read_checkpoints(str(tmp_path / "new"))
+    checkpoints.check(3)
+    shapes = manager.abstract({"opt_state": state.opt_state})
+    part, _ = checkpoints.restore(3, shapes, part="opt_state.")
+    jax.tree.map(np.testing.assert_array_equal, part["opt_state"], state.opt_state)
+    with pytest.raises(InputError, match="not of this model"):
+        checkpoints.restore(3, shapes)
+    checkpoints.close()
+
+
 def test_everything_comes_back(tmp_path):
     state, extra = make_state(), {"data": {"next_index": 7}, "seconds": 0.1 + 0.2, "note": "é"}
     checkpoints = manager.open_checkpoints(str(tmp_path / "new"))

@@ -206,11 +206,17 @@ class StepFolders:
 
         Args:
           step: a committed step.
-          target: path -> jax.ShapeDtypeStruct with a sharding, none of size zero.
+          target: path -> jax.ShapeDtypeStruct with a sharding, none of size zero; all arrays, or
+            some of them.
         """
-        args = self._ocp.args
-        arrays = args.StandardRestore(target)
-        return self._manager.restore(step, args=args.Composite(arrays=arrays))["arrays"]
+        ocp = self._ocp
+        handler = ocp.PyTreeCheckpointHandler()
+        restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+        try:
+            return handler.restore(self._manager.directory / str(step) / "arrays", args=args)
+        finally:
+            handler.close()
 
     def is_damage(self, step: int, error: Exception) -> bool:
         """Return True if a failed read means that the step is not as it was written.

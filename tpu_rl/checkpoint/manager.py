@@ -246,8 +246,10 @@ class Checkpoints:
 
     # --- reading ---
 
-    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Read a step back as (state, extra).
+    def restore(
+        self, step: int, abstract_state: Tree, part: str = ""
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Read a step back as (state, extra); only arrays whose path begins with `part`.
 
         Each array gets the dtype and sharding of `abstract_state` (see `abstract`). A leaf without
         a sharding goes to the first local device.
@@ -259,7 +261,8 @@ class Checkpoints:
         """
         expected = digests.flatten(abstract_state)
         record = self._read_record(step)
-        self._require_structure(step, record["leaves"], expected)
+        saved = {path: leaf for path, leaf in record["leaves"].items() if path.startswith(part)}
+        self._require_structure(step, saved, expected)
         arrays = self._restore_arrays(step, record, expected)
         self._steps.was_restored(step)
         structure = jax.tree.structure(abstract_state)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_rl import data, models, rewards
-from tpu_rl.commands import compose, preflight, roles
+from tpu_rl.commands import compose, continued, preflight, roles
 from tpu_rl.commands.config import ExperimentConfig, FileData, Stage, to_dict
 from tpu_rl.data import Row, Rows
 from tpu_rl.errors import InputError, printable
@@ -47,6 +47,8 @@ def inspect(config: ExperimentConfig) -> None:
     Raises:
         InputError: if the run would end with it.
     """
+    if config.optimizer.continued:
+        continued.run_of(config)
     warnings = preflight.check(config, needs_weights=False)
     directory = models.find_configuration(roles.model_path(config.model.path))
     tokenizer = roles.load_tokenizer(config, directory)

@@ -22,7 +22,7 @@ import yaml
 
 from tpu_rl import data, metrics, models, rewards, tokenizers
 from tpu_rl.algorithm_spec import SourceName
-from tpu_rl.commands import compose, config_checks, meshes, roles, row_checks
+from tpu_rl.commands import compose, config_checks, continued, meshes, roles, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
@@ -82,6 +82,8 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     check_sampler_devices(config)
     require_reward(config)
     check_rewards(config, rows)
+    if config.optimizer.continued and needs_weights:
+        continued.run_of(config)
     directory, role_directories = find_models(config, needs_weights)
     model = check_models(config, directory, list(role_directories.values()), needs_weights)
     host_agreement.require_same_models(

@@ -30,6 +30,7 @@ from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_i
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.commands import (
     compose,
+    continued,
     dry_run,
     evaluators,
     finish,
@@ -357,6 +358,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                     continue
                 parts, state = resumed.pop(index, None) or compose_stage(context, stage, params)
                 open_sources.callback(parts.source.close)
+                if step < 0 and config.optimizer.continued:
+                    state = continued.with_state(config, state)
                 if step < 0:
                     state = evaluate_before_training(job, context, stage, parts, state)
                 state, step = train_stage(job, stage, parts, state, step)

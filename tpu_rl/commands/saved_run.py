@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -48,17 +49,7 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
     config, _ = meshes.choose_sampling(config, model, mesh, memory)
     with jax.set_mesh(mesh):
         context, params = compose.make_context(config, run_dir, mesh)
-    # For reading only: the run may still be going on.
-    place = remote_run.checkpoints_of(address)
-    summary = run_files.read_summary(run_dir)
-    if summary and summary.get("model_step", summary["steps"]) != summary["steps"]:
-        place = remote_run.best_of(place)
-    checkpoints = manager.read_checkpoints(place)
-    step = checkpoints.latest()
-    if step is None:
-        raise InputError(
-            "the run has no whole checkpoint yet", where=address, fix="let it reach its first one"
-        )
+    checkpoints, step = open_checkpoints(address, run_dir)
     with jax.set_mesh(mesh):
         run_stages = stages.of_run(config, run_dir, step)
         stage = next(stage for stage in run_stages if step <= stage.last)
@@ -70,6 +61,25 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
     identity.require(extra, names, step, stage.index, run_dir)
     checkpoints.close()
     return context, state.params, step
+
+
+def open_checkpoints(address: str, run_dir: Path) -> tuple[manager.Checkpoints, int]:
+    """Return a run's checkpoints, for reading only: it may still be going on; and its model's step.
+
+    Raises:
+      InputError: there is no checkpoint.
+    """
+    place = remote_run.checkpoints_of(address)
+    summary = run_files.read_summary(run_dir)
+    if summary and summary.get("model_step", summary["steps"]) != summary["steps"]:
+        place = remote_run.best_of(place)
+    checkpoints = manager.read_checkpoints(place)
+    step = checkpoints.latest()
+    if step is None:
+        raise InputError(
+            "the run has no whole checkpoint yet", where=address, fix="let it reach its first one"
+        )
+    return checkpoints, step
 
 
 def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:

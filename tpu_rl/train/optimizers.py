@@ -65,6 +65,9 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     max_grad_norm: Annotated[float, In("(0, inf]")] = 1.0
     """Gradients with a larger global norm are scaled down to this norm."""
+    continued: bool = False
+    """Begin with the moments that the optimizer had when the run ended that wrote --model.path,
+    RUN/model. The schedule begins anew."""
     offload: bool = False
     """Keep the optimizer's state in host memory between optimizer steps. AdamW's takes twice the
     bytes of the parameters in float32. Each step copies it to the device and back; plan.py
