@@ -110,6 +110,17 @@ class Replay(NamedTuple):
     """A completion with at least this reward is a success."""
 
 
+class Refinement(NamedTuple):
+    """A critique of the worst completion of a group, after which the policy writes another
+    (`experience.refinements`)."""
+
+    critique: str
+    """The text after the completion; {answer} in it stands for the column's text."""
+    column: str
+    samples: int
+    """Refinements of which the best one joins the group."""
+
+
 class Acceptance(NamedTuple):
     """The rule by which sampled completions are accepted. Equal ones of a prompt count once."""
 
@@ -193,6 +204,8 @@ class ExperienceSpec(NamedTuple):
     """rollouts: column whose text joins each group as a row of `RowSource.EXPERT`."""
     replay: Replay | None = None
     """rollouts: successes of the past that join each group as a row of `RowSource.REPLAY`."""
+    refinement: Refinement | None = None
+    """rollouts: a refined completion joins each group as a row of `RowSource.EXPERT`."""
     texts: str | None = None
     """rollouts: file of texts, one of which joins each group as a row of `RowSource.TEXT`."""
     rows_added: int = 0

@@ -1,5 +1,6 @@
 """Groups with a solution of the data, by the formulas of their papers."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -182,10 +183,24 @@ def test_relift_imitates_where_no_completion_succeeds():
 
 
 def test_luffy_shapes_the_probability_and_compares_the_solution_with_its_group():
-    step = Step(MixedConfig(method="luffy", solution_reward=2.0))
+    check_shaped(Step(MixedConfig(method="luffy", solution_reward=2.0)), 2.0)
+
+
+@pytest.mark.slow
+def test_a_refinement_has_its_own_reward():
+    data = cases.with_experts()
+    is_last = np.zeros(data.rewards.shape, bool)
+    mask = np.asarray(data.action_mask)
+    is_last[np.arange(len(mask)), mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)] = True
+    is_expert = np.asarray(data.source) == RowSource.EXPERT
+    rewards = jnp.where(is_last & is_expert[:, None], 0.25, data.rewards)
+    check_shaped(Step(MixedConfig(method="critique"), replace(data, rewards=rewards)), 0.25)
+
+
+def check_shaped(step: Step, reward: float) -> None:
     data = step.data
     returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
-    returns = np.where(step.is_expert, 2.0, returns)
+    returns = np.where(step.is_expert, reward, returns)
     scored = np.asarray(data.scored) | step.is_expert
     compared = advantages.group_scaled(
         jnp.asarray(returns, jnp.float32), data.group_id, jnp.asarray(scored)
@@ -228,6 +243,9 @@ def test_visurf_has_the_gradient_of_grpo_at_the_solution():
         {"method": "visurf", "old_log_probs": "sampler"},
         {"method": "luffy", "kl_reward_coef": 0.1},
         {"method": "luffy", "credit": "turn"},
+        {"method": "critique", "solution_reward": 2.0},
+        {"method": "luffy", "refinements": 2},
+        {"method": "critique", "refinements": 0},
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(values):

@@ -17,6 +17,8 @@ Each row of the data has a solution in a column. It joins its group as one more 
     amft     (1 - mu) GRPO - mu mean_t log p_t;  after each step
              mu <- clip(mu + mixing_rate (H_target - H), mu_valley, mu_peak)
                                                             arXiv 2508.06944
+    critique luffy's loss for the best answer that the policy gives after a critique of the group's
+             worst one, with its own reward; see experience/refinements.py  arXiv 2506.03106
 
 p_t is the policy's probability of the solution's token t. The means are over the optimizer step.
 mu rises linearly to `mu_peak` over `mu_warmup_steps`, then falls along a cosine to `mu_valley` over
@@ -43,7 +45,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.algorithm_spec import ExperienceSpec, Replay
+from tpu_rl.algorithm_spec import ExperienceSpec, Refinement, Replay
 from tpu_rl.algos.controllers import Controller, combined, is_empty
 from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
 from tpu_rl.errors import InputError
@@ -65,7 +67,7 @@ from tpu_rl.types import (
     Sum,
 )
 
-Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft", "replay"]
+Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft", "replay", "critique"]
 
 
 _MU = ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")
@@ -80,6 +82,7 @@ _READS: dict[Method, tuple[str, ...]] = {
     "replay": ("min_reward", "replay_size"),
     "sasr": ("column", "mixing_gamma", "mu_warmup_steps"),
     "amft": ("column", "mixing_rate", "mixing_entropy", "mu_peak", "mu_valley"),
+    "critique": ("column", "critique", "refinements", "shaping"),
 }
 """Method -> the settings that it reads, of those that only some methods do."""
 
@@ -91,7 +94,8 @@ class MixedConfig(GrpoConfig):
     method: Method = "chord"
     """Way to learn from the solutions; see the head of `tpu_rl/algos/mixed.py`."""
     column: str = "solution"
-    """Column of the data rows that holds a solution of the prompt, as a text."""
+    """Column of the data rows that holds a solution of the prompt, as a text; critique: the text
+    for {answer}."""
     phi: bool = True
     """chord: weigh each token of the solution by p (1 - p)."""
     mu_peak: Share = 0.1
@@ -110,13 +114,18 @@ class MixedConfig(GrpoConfig):
     solution_reward: float = 1.0
     """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
     shaping: Positive = 0.1
-    """luffy: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely tokens."""
+    """luffy, critique: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely
+    tokens."""
     mixing_gamma: Positive = 1.0
     """sasr: factor of the norm of the warm-up; larger numbers imitate less."""
     mixing_rate: Positive = 5e-4
     """amft: change of the weight per nat of entropy that is missing and step."""
     mixing_entropy: NotNegative | None = None
     """amft: the entropy to keep, in nats per token; by default that of the first step."""
+    critique: str = "Your answer is wrong. The right answer is {answer}. Solve the problem again."
+    """critique: the text after the completion that is refined; {answer} stands for `column`."""
+    refinements: Count = 1
+    """critique: refinements of which the best one joins its group."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -173,7 +182,7 @@ class MixedConfig(GrpoConfig):
 
     @property
     def _compares_solutions(self) -> bool:
-        return self.method in ("luffy", "visurf", "replay")
+        return self.method in ("luffy", "visurf", "replay", "critique")
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -181,6 +190,12 @@ class MixedConfig(GrpoConfig):
         if self.method == "replay":
             replay = Replay(self.replay_size, self.min_reward)
             return spec._replace(replay=replay, rows_added=spec.rows_added + 1, raw_returns=True)
+        if self.method == "critique":
+            columns = ("prompt", self.column) if "{answer}" in self.critique else ("prompt",)
+            refinement = Refinement(self.critique, self.column, self.refinements)
+            added = spec.rows_added + 1
+            spec = spec._replace(columns=columns, refinement=refinement, rows_added=added)
+            return spec._replace(raw_returns=True)
         return spec._replace(
             columns=("prompt", self.column),
             expert_column=self.column,
@@ -293,7 +308,7 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     def solution_losses(log_probs: Array, batch: PolicyBatch) -> Array:
         probabilities = jnp.exp(log_probs)
         match config.method:
-            case "luffy":
+            case "luffy" | "critique":
                 shaped = probabilities / (probabilities + config.shaping)
                 return -shaped * batch.advantages
             case "visurf" | "replay":
@@ -318,7 +333,9 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         assert isinstance(rollout, Rollout)
         is_solution = actions_of(rollout, source)
         if config._compares_solutions and config.method != "replay":
-            reward = jnp.where(masked.last(is_solution), config.solution_reward, rollout.rewards)
+            reward = rollout.rewards
+            if config.method != "critique":  # Refinements bring their own.
+                reward = jnp.where(masked.last(is_solution), config.solution_reward, reward)
             scored = rollout.scored | is_solution.any(-1)
             experience = Experience(replace(rollout, rewards=reward, scored=scored), layout)
         if controllers:

@@ -36,6 +36,7 @@ from tpu_rl.experience import (
     partial_rollouts,
     q_examples,
     reference_log_probs,
+    refinements,
     rollouts,
     stale_rollouts,
     step_labels,
@@ -417,7 +418,15 @@ def batch_transforms(
     if context.config.rollout.normalize_rewards:
         terms = registry.displayed(context.config.reward_terms)
         chain.append(transforms.normalized_rewards(terms))
-    return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer, memories)]
+    tokenizer = context.language.tokenizer
+    first = list(memories)
+    if spec.refinement is not None:
+        engine = rollout_engine(
+            context, group_size=spec.refinement.samples, purpose=Purpose.BASELINE
+        )
+        room = context.config.sampling.max_prompt_tokens
+        first.append(refinements.best_refinement(engine, spec.refinement, tokenizer, room))
+    return [*chain, *transforms.of_algorithm(spec, tokenizer, first)]
 
 
 def _demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:

@@ -483,7 +483,7 @@ def check_dynamic_sampling(
 ) -> None:
     """Check that dynamic sampling has groups to compare, and leaves those that solutions join."""
     chooses = rollout.dynamic_sampling_rounds or rollout.keep_variance_share < 1
-    if chooses and any(spec.expert_column is not None or spec.replay for spec in specs):
+    if chooses and any(spec.expert_column or spec.replay or spec.refinement for spec in specs):
         raise InputError(
             "groups are chosen by their rewards before the solutions join them",
             where="--rollout.dynamic-sampling-rounds, --rollout.keep-variance-share",

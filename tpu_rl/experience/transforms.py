@@ -41,16 +41,17 @@ def apply(transforms: Sequence[Transform], scored: Scored, step: int, state: Tra
 
 
 def of_algorithm(
-    spec: ExperienceSpec, tokenizer: Tokenizer, memories: Sequence[Transform] = ()
+    spec: ExperienceSpec, tokenizer: Tokenizer, first: Sequence[Transform] = ()
 ) -> tuple[Transform, ...]:
     """Build the transforms that an algorithm brings, and check the rows that they add.
 
-    First come the `memories` of the run, transforms that it has made (`source.Memory`).
+    The first ones are those of the algorithm that the run has made, because they have a memory
+    (`source.Memory`) or sample.
 
     The transforms raise InputError if groups do not grow by `spec.rows_added` rows: memory and
     shapes are planned for that many.
     """
-    chain = tuple(memories)
+    chain = tuple(first)
     if spec.expert_column is not None:
         chain += (expert_of_column(spec.expert_column, tokenizer),)
     if spec.transforms is not None:
