@@ -8,6 +8,7 @@ import pytest
 
 from tests.fixtures.echo import TOKENIZER, EchoDecoding, digit, echo_engine, score_prompts
 from tpu_rl.algorithm_spec import Refinement
+from tpu_rl.commands import config as settings
 from tpu_rl.errors import InputError
 from tpu_rl.experience.refinements import best_refinement, with_critique
 from tpu_rl.rollout import records
@@ -53,3 +54,18 @@ def test_a_critique_follows_the_completion():
     with pytest.raises(InputError, match="`answer` holds no text"):
         with_critique({"prompt": "p"}, "5", spec)
     assert with_critique({"prompt": "p"}, "5", Refinement("No.", "answer", 1))["prompt"] == "p5No."
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--rollout.likelihood.coef", "0.5"], "refinements are rewarded without it"),
+        (["--rollout.dynamic-sampling-rounds", "2"], "before the solutions join them"),
+        (["--environment", "self_verify"], "cannot join conversations"),
+    ],
+)
+def test_settings_that_refinements_would_not_see_are_refused(flags, error):
+    argv = ["mixed", "--model.path", "builtin:arithmetic", "--data.path", "rows.jsonl"]
+    argv += ["--reward", "arithmetic", "--algorithm.method", "critique"]
+    with pytest.raises(InputError, match=error):
+        settings.parse([*argv, *flags])

@@ -584,6 +584,10 @@ def check_likelihood(
             any(algorithm.experience.source != "rollouts" for algorithm in algorithms),
             "it does not learn from rewards of rollouts",
         ),
+        "--algorithm.method critique": (
+            any(algorithm.experience.refinement is not None for algorithm in algorithms),
+            "refinements are rewarded without it",
+        ),
         "--rollout.likelihood.by reference": (
             likelihood.by == "reference"
             and any("reference" not in algorithm.roles for algorithm in algorithms),
