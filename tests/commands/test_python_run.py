@@ -151,6 +151,7 @@ def test_it_runs_in_another_thread_on_a_dataset(checkpoint, tmp_path):
         ({"batch.promts": 3}, {}, "Unrecognized options: --batch.promts=3", "--batch.prompts"),
         ({"model.exactsampling": 1}, {}, "did you mean --model.exact-sampling?", ""),
         ({"steps": "many"}, {}, "Error parsing --steps", "--steps"),
+        ({"algorithm.separators": "1,2"}, {}, "with spaces, not with commas", "separators"),
         ({"steps": True}, {}, "Missing value for argument '--steps'", ""),
         ({"data.path": "x"}, {}, "data.path is given twice", "data.path"),
         ({}, {"rows": [*ROWS[:2], "text"]}, "a row is a dict", "row 3 of rows"),

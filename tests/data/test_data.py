@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from tpu_rl import data, tokenizers
+from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.environments import Arithmetic, ArithmeticDemonstrations, ArithmeticSource
 from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.experience import tasks
+from tpu_rl.experience.config import FileData
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "fixtures" / "data" / "gsm8k" / "sample.jsonl"
 
@@ -256,6 +259,16 @@ def test_some_rows_of_a_file_still_know_their_part(two_files):
     np.testing.assert_array_equal(data.part_numbers(rows[1:]), [0, 0])
     with pytest.raises(InputError, match="part 2 of the data has a weight and no training row"):
         data.stream(rows[1:], seed=0, batch_size=1, weights=[1, 1])
+
+
+def test_a_part_of_long_prompts_alone_is_named_by_a_dry_run(two_files):
+    letters = tokenizers.characters("ab 0123456789")
+    files = FileData(path=two_files, weights=(3, 1))
+    spec = ExperienceSpec("rollouts", ("prompt",))
+    settings: Any = {"seed": 0, "num_held_out": 0}
+    assert len(tasks.usable_rows(files, spec, letters, max_prompt_tokens=9, **settings)) == 22
+    with pytest.raises(InputError, match="part 1 of the data has a weight"):
+        tasks.usable_rows(files, spec, letters, max_prompt_tokens=3, **settings)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])

@@ -40,8 +40,8 @@ def test_returns_and_multipliers_have_hand_values():
         {
             "rollout/multiplier_cost": expected[0],
             "rollout/excess_cost": excess,
-            "rollout/multiplier_length": expected[1],
-            "rollout/excess_length": shortage,
+            "rollout/multiplier_length_least": expected[1],
+            "rollout/excess_length_least": shortage,
         }
     )
     second = multipliers(scored, 2, None)
@@ -56,6 +56,15 @@ def test_returns_and_multipliers_have_hand_values():
     for _ in range(50):
         multipliers(held, 4, None)
     assert multipliers.get_state()[0] == 0.0
+
+
+def test_a_mean_has_limits_on_both_sides():
+    limits = constraints.parse_all(["cost<=0.4", "cost>=0.2"], ["cost"])
+    multipliers = constraints.Multipliers(limits, rate=1.0, most=9.0)
+    multipliers(scored_with([1.0, 1.0, 0.0, 0.0]), 1, None)
+    metrics = multipliers.metrics()
+    assert metrics["rollout/excess_cost"] == pytest.approx(0.1)
+    assert metrics["rollout/excess_cost_least"] == pytest.approx(-0.3)
 
 
 def test_the_mean_is_over_all_that_was_sampled():
@@ -102,6 +111,8 @@ def test_a_resumed_source_goes_on_with_the_same_multipliers():
     [
         (["length=200"], "no constraint"),
         (["length<=many"], "no constraint"),
+        (["length<=200,length>=5"], "no constraint"),
+        (["length<=200", "length<=100"], "from the same side"),
         (["speed<=2"], "no reward is called 'speed'"),
         (["length<=2", "--rollout.constraint-rate", "0"], "constraint-rate is 0"),
         (["length<=2", "--algorithm.reward-clip-range", "0", "1"], "as they are"),

@@ -353,7 +353,7 @@ def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
     rollout = config.rollout
     memories: dict[str, Memory] = {}
     names = rewards.names_of(registry.displayed(config.reward_terms))
-    limits = [constrained.parse(text, names) for text in rollout.constraints]
+    limits = constrained.parse_all(rollout.constraints, names)
     if limits:
         rate, most = rollout.constraint_rate, rollout.constraint_max
         memories["multipliers"] = constrained.Multipliers(limits, rate, most)

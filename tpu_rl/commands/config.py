@@ -610,7 +610,10 @@ def _flag_error(printed: str) -> InputError:
         if line.startswith("--")
     ]
     if "Unrecognized" not in message:
-        return InputError(message, where=" ".join(nearest), fix="--help-all lists all flags")
+        fix = "--help-all lists all flags"
+        if re.search(r"valid parse for arguments: \['[^']*,[^']*'\]$", message):
+            fix = "separate several values with spaces, not with commas: 0.7 0.3"
+        return InputError(message, where=" ".join(nearest), fix=fix)
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
     return InputError(message, fix=fix)
 

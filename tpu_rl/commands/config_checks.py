@@ -715,8 +715,7 @@ def check_constraints(
     }.items():
         if not 0 < value < math.inf:
             raise InputError(f"{flag} is {value}", where=flag, fix="use a number above 0")
-    for text in rollout.constraints:
-        constraints.parse(text, rewards)
+    constraints.parse_all(rollout.constraints, rewards)
     if not rollout.constraints:
         return
     whys = {

@@ -39,6 +39,11 @@ class Constraint(NamedTuple):
     """1 for a largest mean, -1 for a smallest one."""
     limit: float
 
+    @property
+    def label(self) -> str:
+        """Its name in metrics: a reward may have a smallest and a largest mean."""
+        return self.name if self.sign > 0 else f"{self.name}_least"
+
     def excess(self, scored: Scored) -> np.ndarray:
         """Return [N]: by how much each completion is beyond the limit; NaN without a value."""
         values = scored.lengths if self.name == LENGTH else scored.parts[self.name]
@@ -51,7 +56,7 @@ def parse(text: str, names: Sequence[str]) -> Constraint:
     Raises:
         InputError: if it has another form, or is not about `LENGTH` or one of the `names`.
     """
-    match = re.fullmatch(r"(.+?)([<>])=([^<>=]+)", text.strip())
+    match = re.fullmatch(r"([^<>]+)([<>])=([^<>=]+)", text.strip())
     try:
         limit = float(match[3]) if match else np.nan
     except ValueError:
@@ -60,7 +65,7 @@ def parse(text: str, names: Sequence[str]) -> Constraint:
         raise InputError(
             f"{text!r} is no constraint",
             where="--rollout.constraints",
-            fix='write NAME<=LIMIT or NAME>=LIMIT, as in "length<=200"',
+            fix='write NAME<=LIMIT or NAME>=LIMIT, as in "length<=200"; spaces separate several',
         )
     if match[1].strip() not in (LENGTH, *names):
         raise InputError(
@@ -70,6 +75,26 @@ def parse(text: str, names: Sequence[str]) -> Constraint:
             fix='add it to --reward; with the weight 0, as in "0*NAME", it is only constrained',
         )
     return Constraint(match[1].strip(), 1.0 if match[2] == "<" else -1.0, limit)
+
+
+def parse_all(texts: Sequence[str], names: Sequence[str]) -> list[Constraint]:
+    """Return the constraints of several texts; see `parse`.
+
+    Raises:
+        InputError: if one cannot be parsed, or two limit the same mean from the same side.
+    """
+    found: dict[str, Constraint] = {}
+    for text in texts:
+        constraint = parse(text, names)
+        if constraint.label in found:
+            raise InputError(
+                f"two constraints limit {constraint.name!r} from the same side",
+                where="--rollout.constraints",
+                why="the looser one would say nothing",
+                fix="keep the tighter one",
+            )
+        found[constraint.label] = constraint
+    return list(found.values())
 
 
 class Multipliers:
@@ -111,7 +136,7 @@ class Multipliers:
 
     def metrics(self) -> dict[str, float]:
         """Return the multipliers, and the mean excess over each limit."""
-        names = [constraint.name for constraint in self._constraints]
+        names = [constraint.label for constraint in self._constraints]
         pairs = zip(names, self._values, self._excess, strict=True)
         return {
             f"rollout/{kind}_{name}": value

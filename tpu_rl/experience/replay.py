@@ -96,9 +96,9 @@ class Replay:
             "rollout/replay_store": float(len(self._successes)),
         }
 
-    def get_state(self) -> dict[str, Any]:
-        # Entries are replaced and never changed.
-        return dict(self._successes)
+    def get_state(self) -> list[tuple[str, dict[str, Any]]]:
+        # Pairs, because JSON may sort keys. Entries are replaced and never changed.
+        return list(self._successes.items())
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: list[tuple[str, dict[str, Any]]]) -> None:
         self._successes = dict(state)

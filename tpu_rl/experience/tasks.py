@@ -100,6 +100,8 @@ def usable_rows(
     rows = file_rows(data_config, spec, num_held_out)[0]
     if spec.kind is not Demonstrations and "prompt" in rows[0]:
         rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
+    if data_config.weights:
+        data.rows_of_parts(rows, len(data_config.weights))
     if rows_in_checkpoints:
         require_json(rows)
     return rows

@@ -31,7 +31,11 @@ SHOWN_PROMPTS = 6
 HELD_OUT_LOSS = "eval/loss"
 OTHER_CHARTS = 12
 """Charts of metrics that have no chart of their own, at most."""
-OTHER_PREFIXES = ("value/", "preference/", "q/", "distill/", "sft/", "rft/", "router/")
+OTHER_PREFIXES = (
+    *("value/", "preference/", "q/", "distill/", "sft/", "rft/", "router/"),
+    *("rollout/multiplier_", "rollout/excess_", "rollout/replay", "policy/solution_share"),
+    "policy/observation_loss",
+)
 """Prefixes of the metrics that get such a chart."""
 REFRESH_SECONDS = 30
 
