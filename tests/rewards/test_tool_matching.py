@@ -9,6 +9,8 @@ from tpu_rl.tokenizers.tool_calls import ToolCall
 
 F = ToolCall("f", {"x": 1, "y": "a"})
 G = ToolCall("g", {})
+TAU = [{"name": "f", "kwargs": {"x": 1}}]
+"""A key of another library, whose values are no call without arguments."""
 
 
 @pytest.mark.parametrize(
@@ -115,8 +117,12 @@ def test_the_columns_of_tools_say_which_type_a_tag_writes():
     assert rewards == [6 * 3 / 4 - 3, 3]
     wrong = text.replace("1", "one")
     assert score("tool_calls", [wrong], answer=[[F._asdict()]]) == [6 * 3 / 4 - 3]
-    with pytest.raises(InputError, match="column 'tools' of the data"):
-        score("tool_calls", [text], answer=[text], tools=[[{"type": "function"}]])
+    for one in (tools[0], "null", None):
+        assert score("tool_calls", [text], answer=[[F._asdict()]], tools=[one]) == [3]
+    for bad in ([{"type": "function"}], [1], 1, {"x": 1}):
+        with pytest.raises(InputError, match="column 'tools' of the data") as error:
+            score("tool_calls", [text], answer=[text], tools=[bad])
+        assert "no object with the name" in f"{error.value.why}"
 
 
 def test_names_of_toolace_have_spaces():
@@ -158,7 +164,7 @@ def test_no_call_is_right_where_the_data_have_none():
     assert score("tool_calls", texts, answer=["[]"] * 3) == [3, -3, 3]
 
 
-@pytest.mark.parametrize("gold", [None, 3, "", "f", [{"arguments": {}}], "[f(1)]"])
+@pytest.mark.parametrize("gold", [None, 3, "", "f", [{"arguments": {}}], "[f(1)]", TAU])
 def test_gold_calls_that_cannot_be_read_are_an_input_error(gold):
     with pytest.raises(InputError, match="column 'answer' of the data"):
         score("tool_calls", ["a"], answer=[gold])

@@ -100,8 +100,12 @@ def match(found: Sequence[ToolCall], gold: Sequence[ToolCall]) -> float:
 
 
 def _tools_of(value: Any) -> formats.Tools:
-    tools: Any = json.loads(value or "[]") if isinstance(value, str) else value or []
-    formats.parameters_of(tools)
+    tools: Any = json.loads(value or "[]") if isinstance(value, str) else value
+    tools = [tools] if isinstance(tools, dict) else tools or []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("one of them is no object with the name of a function")
     return tools
 
 

@@ -895,7 +895,11 @@ def _as_call(value: Any) -> ToolCall | BadCall:
         return BadCall('it is no JSON object with "name" and "arguments"')
     # The last two are of LangChain and Anthropic.
     names = ("arguments", "parameters", "args", "input")
-    arguments = next((value[key] for key in names if key in value), None)
+    key = next((key for key in names if key in value), None)
+    others = [key for key, item in value.items() if isinstance(item, Mapping)]
+    if key is None and others:
+        return BadCall(f"it has `{others[0]}` where a call has `arguments`")
+    arguments = value.get(key)
     if isinstance(arguments, str):
         try:
             arguments = _DECODER.decode(arguments) if arguments.strip() else {}
