@@ -42,6 +42,16 @@ def spans_of(message):
         (answer(AXOLOTL, train_detail=DETAILS[1:2]), [(0, 9, 0), (9, 19, 1), (19, 31, 0)]),
         (answer([{"text": "so", "train": False}, {"text": " no."}]), [(0, 2, 0)]),
         (answer([{"text": "so", "weight": 0.5}, " no."]), [(0, 2, 0.5)]),
+        (answer([{"text": "so", "training": False}, {"text": " no."}]), [(0, 2, 0)]),
+        (
+            answer([{"text": "so", "loss": True}, {"text": " no.", "loss": False}]),
+            [(0, 2, 1), (2, 6, 0)],
+        ),
+        # Arrow gives each span the keys of all spans of its column.
+        (
+            answer(span_weights=[{"text": "no", "weight": 3, "start": None, "end": None}]),
+            [(3, 5, 3)],
+        ),
         (answer(span_weights=[{"text": "no", "weight": 3}]), [(3, 5, 3)]),
         (answer(span_weights=[{"start": 0, "end": 2, "weight": 0}]), [(0, 2, 0)]),
     ],
@@ -66,6 +76,7 @@ def test_forms_of_rows(message, expected):
         (answer(train_detail=[{"begin_offset": 0, "end_offset": 6, "train": True}]), "0 and 5"),
         (answer(train_detail=[{"begin_offset": 0, "train": True}]), "no begin_offset, end_offset"),
         (answer([{"text": "so", "train": 1}]), "true or false"),
+        (answer([{"text": "so", "loss_mask": 0}]), "no meaning that libraries agree on"),
         (answer([{"text": "so", "weight": 2}], train_detail=[]), "in 2 ways"),
         (USER | {"span_weights": [{"text": "hi", "weight": 1}]}, "only the assistant's"),
     ],
@@ -124,6 +135,9 @@ def test_plain_completions_and_stripped_answers():
     row = {"prompt": "hi", "completion": "so no", "span_weights": [{"text": "no", "weight": 2}]}
     expected = [("so ", 1.0), ("no", 2.0), ("<eos>", 1.0)]
     assert weights_by_text(tokenizer, row) == expected
+    without = row | {"span_weights": None}
+    shapes.check_together(without, ("prompt", "completion"))
+    assert weights_by_text(tokenizer, without) == [("so no<eos>", 1.0)]
     chat = tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig(chat="always"))
     assert weights_by_text(chat, row) == expected
     padded = spans_of(answer(" \nso no \n", span_weights=[{"text": "no \n", "weight": 2}]))
@@ -167,3 +181,12 @@ def test_a_token_of_two_spans_has_the_smaller_weight(tmp_path):
     # One character of four bytes, each a token: all have its weight, and no other has.
     assert weights("a\U0001f600b", (1, 2, 4))[:7] == [1, 4, 4, 4, 4, 1, 1]
     assert weights("a\U0001f600b", (2, 3, 4))[:7] == [1, 1, 1, 1, 1, 4, 1]
+    # Long answers are decoded in pieces, which say the same as the whole.
+    text = "a \U0001f600 no\ufffdb\n" * 12
+    context, ids = tokenizer.encode("\U0001f600 hi"), tokenizer.encode(text)
+    pieces = tokenizer._written(context, ids, text, 2)
+    whole = tokenizer._written(context, ids, text, len(ids))
+    assert [pieces(count) for count in range(len(ids) + 1)] == [
+        whole(count) for count in range(len(ids) + 1)
+    ]
+    assert whole(len(ids)) == len(text)

@@ -274,7 +274,7 @@ def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
     prompt = row["prompt"]
     completion = row["completion"]
     spans = []
-    if isinstance(completion, str) and span_weights.KEY in row:
+    if isinstance(completion, str) and row.get(span_weights.KEY) is not None:
         spans = span_weights.checked(row[span_weights.KEY], completion, "`completion`")
     if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.wraps(prompt):
         prompt_ids = tokenizer.encode_prompt(prompt)

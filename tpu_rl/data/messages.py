@@ -39,13 +39,6 @@ ROLE_NAMES = {
 CALL_ROLES = ("function_call", "tool_call")
 """Roles of messages whose text is one call or a list of calls, as JSON."""
 
-LEARNED_FLAGS = ("train", "training", "loss")
-"""Keys of messages that say whether a message is learned: axolotl's and ms-swift's names."""
-
-OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask")
-"""Keys that say the same in ways that differ between libraries."""
-
-
 IMAGE_MARK = "\ufffc"
 """The object replacement character: an image in a text."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -191,13 +184,13 @@ def _texts(content: Any, place: str) -> list[str]:
 
 def _with_weight(message: Message, place: str) -> Message:
     """Return the further keys, with a flag of training as the `weight`."""
-    for mask in OTHER_MASKS:
+    for mask in span_weights.OTHER_MASKS:
         if mask in message:
             raise ValueError(
                 f"`{mask}` of {place} has no meaning that libraries agree on; write `train` (true "
                 "or false: whether the message is learned) or `weight` (a number)"
             )
-    for flag in LEARNED_FLAGS:
+    for flag in span_weights.LEARNED_FLAGS:
         if flag not in message:
             continue
         value = message[flag]

@@ -243,7 +243,7 @@ def _check_weights(row: Row) -> None:
 
     A weight that is null counts as 1.
     """
-    if span_weights.KEY in row:
+    if row.get(span_weights.KEY) is not None:
         text = row.get("completion")
         if not isinstance(text, str):
             raise ValueError(

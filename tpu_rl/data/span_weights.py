@@ -24,21 +24,33 @@ KEY = "span_weights"
 list of {"start", "end", "weight"} in order, which do not overlap."""
 DETAILS = ("train_detail", "training_detail")
 """axolotl's keys."""
+LEARNED_FLAGS = ("train", "training", "loss")
+"""Keys of messages and of their parts that say whether these are learned: axolotl's and ms-swift's
+names."""
+OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask")
+"""Keys that say the same in ways that differ between libraries."""
 
 
 def of_parts(parts: Sequence[Any], texts: Sequence[str], place: str) -> list[dict[str, Any]]:
-    """Return the spans of a content of parts with these texts: those with `train` or `weight`.
+    """Return the spans of a content of parts with these texts: those with a flag or a `weight`.
 
     Raises:
-        ValueError: if `train` is no truth value.
+        ValueError: if a flag is no truth value, or has no meaning that libraries agree on.
     """
     spans = []
     start = 0
     for part, text in zip(parts, texts, strict=True):
         flags = part if isinstance(part, dict) else {}
         weight = flags.get("weight")
-        if flags.get("train") is not None:
-            weight = _of_flag(flags["train"], place)
+        for mask in OTHER_MASKS:
+            if flags.get(mask) is not None:
+                raise ValueError(
+                    f"`{mask}` of a part of {place} has no meaning that libraries agree on; write "
+                    "`train` (true or false) or `weight` (a number)"
+                )
+        for flag in LEARNED_FLAGS:
+            if flags.get(flag) is not None:
+                weight = _of_flag(flags[flag], place)
         if weight is not None:
             spans.append({"start": start, "end": start + len(text), "weight": weight})
         start += len(text)
@@ -81,6 +93,9 @@ def checked(spans: Any, text: str, place: str) -> list[dict[str, Any]]:
         raise ValueError(f"`{KEY}` of {place} is a list of spans, not {_shown(spans)}")
     result = []
     for span in spans:
+        if isinstance(span, dict):
+            # Arrow gives each span the keys of all.
+            span = {key: value for key, value in span.items() if value is not None}
         keys = span.keys() if isinstance(span, dict) else set()
         if keys not in ({"text", "weight"}, {"start", "end", "weight"}):
             raise ValueError(
@@ -118,7 +133,7 @@ def _require_within(start: Any, end: Any, last: int, place: str, span: Any) -> N
 
 def _of_flag(flag: Any, place: str) -> float:
     if not isinstance(flag, bool):
-        raise ValueError(f"`train` of a part of {place} is true or false, not {_shown(flag)}")
+        raise ValueError(f"the flag of a part of {place} is true or false, not {_shown(flag)}")
     return float(flag)
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -706,12 +706,10 @@ class Tokenizer:
                 fix="give the whole answer one weight",
             )
 
-        @functools.cache
-        def written(count: int) -> int:
-            # Characters that the first tokens write; half of a character is none.
-            decoded = self.decode(context + answer[:count], skip_special=False)[before:]
-            return len(os.path.commonprefix([decoded, text]))
-
+        # What a token writes depends on few tokens before it; if not, on all of them.
+        written = self._written(context, answer, text, SPAN_CONTEXT)
+        if written(len(answer)) != len(text):
+            written = self._written(context, answer, text, len(context) + len(answer))
         counts = range(len(answer) + 1)
         edges = [0, *(edge for span in spans for edge in (span["start"], span["end"])), len(text)]
         pieces = [(span["start"], span["end"], span["weight"]) for span in spans]
@@ -726,6 +724,40 @@ class Tokenizer:
             for token in range(low, bisect.bisect_left(counts, end, key=written)):
                 weights[token] = min(weights[token], weight)
         return [1.0 if weight == math.inf else weight for weight in weights]
+
+    def _written(
+        self, context: list[int], answer: list[int], text: str, overlap: int
+    ) -> Callable[[int], int]:
+        """Return the function from a number of the answer's tokens to the characters of the text
+        that they write, of which half of one is none.
+
+        A token is decoded with the `overlap` tokens before it and no others, because an answer may
+        have tens of thousands of tokens and hundreds of spans.
+        """
+        ids = context + answer
+
+        def piece(first: int, count: int) -> str:
+            first, count = first + len(context), count + len(context)
+            known = self.decode(ids[max(first - overlap, 0) : first], skip_special=False)
+            whole = self.decode(ids[max(first - overlap, 0) : count], skip_special=False)
+            return whole[len(known) :]
+
+        # (tokens, characters) of places where a character ends, some tokens apart.
+        places = [(0, 0)]
+        for count in range(len(answer)):
+            first, start = places[-1]
+            if count - first >= 8 * overlap:
+                new = piece(first, count)
+                if text.startswith(new, start) and not new.endswith("\ufffd"):
+                    places.append((count, start + len(new)))
+
+        @functools.cache
+        def written(count: int) -> int:
+            first, start = places[bisect.bisect_right(places, (count, len(text))) - 1]
+            new = piece(first, count)
+            return start + len(os.path.commonprefix([new, text[start : start + len(new)]]))
+
+        return written
 
     # --- conversations of several turns ---
 
@@ -1048,6 +1080,8 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 CONTENT_KEYS = ("content", "tool_calls", *THOUGHT_KEYS)
 """Keys of messages with what an author wrote, however short. Other keys may hold labels."""
 
+SPAN_CONTEXT = 8
+"""Tokens before a token with which it is decoded to find the characters that it writes."""
 THINK = "<think>"
 END_OF_THINK = "</think>"
 
