@@ -281,6 +281,7 @@ def test_columns_by_other_names_and_where_rows_are(tmp_path):
         ("chosen-rating", 9),
         ("helpfulness-correctness-2", -1.0),
         ("-helpfulness+.5", -2.5),
+        ("helpfulness*0.65 - correctness * 2 * 0.5", -0.05),
         ("2*turns.-1.value-turns.0.value", 9.0),
     ],
 )
@@ -295,7 +296,7 @@ def test_a_column_may_be_a_sum_of_others(source, value):
     [
         ("score=a+text", "`text` is no number"),
         ("score=a-b", "no column `b`"),
-        ("score=a*2", "no column `a\\*2`"),
+        ("score=a/2", "no column `a/2`"),
     ],
 )
 def test_a_sum_that_is_none_is_refused(name, what):

@@ -33,6 +33,13 @@ def test_add_small_numbers():
             "class T(TestCase):\n    def test_add_two(self):\n        self.assertIs(add(1, 1), 2)",
             5 / 6,
         ),
+        # Two errors of one type are two asserts.
+        (
+            GOOD + "    with pytest.raises(TypeError):\n        add(1)\n"
+            "    with pytest.raises(TypeError):\n        add()\n",
+            1.0,
+        ),
+        (GOOD + 2 * "    with pytest.raises(TypeError):\n        add(1)\n", 5 / 6),
         # None is a test of add.
         (GOOD.replace("add(", "subtract("), 0.0),
         ("add(1, 2)", 0.0),

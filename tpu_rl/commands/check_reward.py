@@ -101,6 +101,13 @@ def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
         if key not in ("prompt", "completion", "label")
     }
     rewards.require_columns(name, function, columns)
+    if flags.by and flags.by not in columns:
+        raise InputError(
+            f"no column {flags.by!r}",
+            where="--by",
+            why=f"the rows have {', '.join(columns) or 'no further columns'}",
+            fix="name one of them",
+        )
     answers = rewards.as_answers(prompts, completions)
     values, faults, _ = rewards.apply(name, function, prompts, answers, columns)
     labels = np.array([row["label"] for row in rows])
@@ -139,13 +146,6 @@ def print_kinds(
     print(f"F1, mean over kinds: {verifier_bench.mean_f1(counts):.3f}")
     if not by:
         return
-    if by not in columns:
-        raise InputError(
-            f"no column {by!r}",
-            where="--by",
-            why=f"the rows have {', '.join(columns) or 'no further columns'}",
-            fix="name one of them",
-        )
     texts = np.array([str(value) for value in columns[by]])
     for value in sorted(set(texts)):
         rows = texts == value

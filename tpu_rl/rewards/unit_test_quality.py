@@ -61,10 +61,21 @@ def quality(code: str, entry_point: str) -> float:
 
 
 def _asserts(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield statements that assert, and calls as self.assertEqual(...) and pytest.raises(...)."""
+    """Yield statements that assert, and calls as self.assertEqual(...).
+
+    Of `with pytest.raises(...)` this is the whole statement: what raises is in its body.
+    """
+    contexts: list[ast.expr] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assert):
+        if isinstance(node, ast.With | ast.AsyncWith):
+            managers = [item.context_expr for item in node.items]
+            if any(True for manager in managers for _ in _asserts(manager)):
+                yield node
+            contexts += managers
+        elif isinstance(node, ast.Assert):
             yield node
+        elif node in contexts:
+            continue
         elif isinstance(node, ast.Call):
             name = _name(node.func)
             if name.startswith(("assert", "fail")) or name in ("raises", "approx_equal"):
