@@ -80,11 +80,19 @@ def test_speed_is_beside_a_baseline(monkeypatch, mine, theirs, value):
 
 
 def test_a_baseline_that_fails_is_a_fault(monkeypatch):
-    monkeypatch.setattr(programs, "_seconds", lambda program, *_: None if program == "c" else 1.0)
-    monkeypatch.setattr(programs, "_judge_programs", lambda *_: [1.0])
+    monkeypatch.setattr(
+        programs, "_seconds", lambda program, *_: 1.0 if program in ("a", "x = 1\n") else None
+    )
+    monkeypatch.setattr(programs, "_judge_programs", lambda texts, *_: [1.0] * len(texts))
     [value] = programs.python_speed_unsandboxed(["p"], ["a"], tests=[""], baseline=["c"])
     assert isinstance(value, RewardFailure)
     assert "baseline" in str(value)
+    fenced = "It runs:\n```python\nx = 1\n```"
+    [slow, none] = programs.python_speed_unsandboxed(
+        ["p"] * 2, ["a"] * 2, tests=["", ""], baseline=[fenced, None]
+    )
+    assert slow == 0.5
+    assert "`baseline` is no text, but None" in str(none)
 
 
 @pytest.mark.skipif(bool(sandbox.refusal()), reason="the kernel has no sandbox")
@@ -93,6 +101,8 @@ def test_checks_of_a_row_run_in_the_sandbox():
     polite = "import re\ndef check(text):\n    return re.search('please', text) is not None"
     [share] = programs.python_checks(["p"], ["<think>please</think>hi"], checks=[[short, polite]])
     assert share == 0.5
+    ends = "def check(text):\n    return text == 'a\\r\\nb é'"
+    assert programs.python_checks(["p"], ["a\r\nb é"], checks=[[ends]]) == [1.0]
     faults = programs.python_checks(
         ["p"] * 3, ["hi"] * 3, checks=[["def check(text): return 'yes'"], [], "short"]
     )

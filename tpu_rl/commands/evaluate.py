@@ -605,8 +605,8 @@ def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language
 def report_kl(flags: Flags, kl: Estimate) -> None:
     """Print the KL divergence of the model to that of --kl-to."""
     print(
-        f"KL({flags.model} || {flags.kl_to}): {kl.value:.4f} nats per token "
-        f"({kl.low:.4f} to {kl.high:.4f}, {kl.n} problems)"
+        f"KL({flags.model} || {flags.kl_to}): {kl.value:z.4f} nats per token "
+        f"({kl.low:z.4f} to {kl.high:z.4f}, {kl.n} problems)"
     )
 
 

@@ -178,9 +178,13 @@ def _speeds(
     for row, (program, column) in enumerate(zip(*prepared, strict=True)):
         if values[row] != 1.0:
             continue
+        if not isinstance(baselines[row], str):
+            values[row] = RewardFailure(f"`baseline` is no text, but {shorten(baselines[row])}")
+            continue
+        baseline = program_of(baselines[row])
         # Neighbors in time share the load of the machine.
         pairs = [
-            [_seconds(code, column, confine) for code in (program, baselines[row])]
+            [_seconds(code, column, confine) for code in (program, baseline)]
             for _ in range(REPEATS)
         ]
         if any(not theirs for _, theirs in pairs):
@@ -210,7 +214,8 @@ def _share(completion: Any, checks: Sequence[str], confine: bool) -> float | Rew
     text = spans.without_thoughts(text_of(completion))
     held = 0
     for check in checks:
-        program = f"{check}\nimport sys\nprint(repr(check(sys.stdin.read())))\n"
+        # Bytes, because a text stream makes one line end of all kinds.
+        program = f"{check}\nimport sys\nprint(repr(check(sys.stdin.buffer.read().decode())))\n"
         outcome = sandbox.run(program, text, confine=confine)
         last = outcome.printed.strip().rpartition("\n")[2]
         if outcome.ended or last not in ("True", "False"):
