@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import data, environments, models, tokenizers
-from tpu_rl.commands import config, preflight, roles, run
+from tpu_rl.commands import config, preflight, roles, run, saved_run
 from tpu_rl.data import files as row_files
 from tpu_rl.diagnosis import host_agreement, secret_settings, training_health
 from tpu_rl.errors import InputError, MachineError, TpuRlError
@@ -318,6 +318,18 @@ def test_a_classifier_does_not_write(directory, role):
     change_config(directory, architectures=["LlamaForSequenceClassification"], num_labels=1)
     with pytest.raises(InputError, match="a head of 1 numbers and writes no text") as error:
         roles.role_models(settings, roles.from_config(settings, roles.model_directory(settings)))
+    require_remedy(error.value)
+    assert str(directory) in str(error.value.where)
+
+
+def test_the_run_of_a_reward_model_does_not_write(tmp_path):
+    """For chat, serve and --kl-to, before any checkpoint is read."""
+    settings = config.parse(["reward_model", "--model.path", "builtin:arithmetic"])
+    config.save(settings, tmp_path / "config.yaml")
+    with pytest.raises(
+        InputError, match="the run trained the role 'reward' and no policy"
+    ) as error:
+        saved_run.load_language(str(tmp_path), settings)
     require_remedy(error.value)
 
 

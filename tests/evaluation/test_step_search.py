@@ -128,6 +128,16 @@ def test_a_stop_string_that_two_steps_make_together_ends_a_completion():
     assert all(".." not in text[:-1] for text in found.completions)
 
 
+def test_a_search_without_steps_says_so(capsys):
+    search = StepSearch("ones", "beam", 2, "!")
+    step_search.engine(typist(8, ()), SCORER, search).roll_out({}, REQUEST)
+    assert "no answer has a step that ends with '!'" in capsys.readouterr().err
+    searched("beam")
+    assert not capsys.readouterr().err
+    flags = evaluate.Flags("", judge="ones", search="beam", step_end=r"\n\n")
+    assert evaluate.search_of(config.preset("arithmetic_grpo"), flags).step_end == "\n\n"
+
+
 @pytest.mark.nightly
 def test_log_probs_of_a_search_are_those_of_the_whole_text():
     preset = config.preset("arithmetic_grpo")
@@ -164,7 +174,9 @@ def test_log_probs_of_a_search_are_those_of_the_whole_text():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"judge": ""}, "--judge"),
+        ({"judge": ""}, "without a judge"),
+        ({"search": None, "search_width": 2}, "settings of a search without one"),
+        ({"search": None, "step_end": "."}, "settings of a search without one"),
         ({"samples": 6}, "--search-width 4"),
         ({"search_width": 1}, "--search-width 1"),
         ({"step_end": ""}, "--step-end"),

@@ -73,7 +73,7 @@ def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, 
     config = with_model(config, address)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
-    roles.require_writer(language.model)
+    roles.require_writer(language.model, address)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 

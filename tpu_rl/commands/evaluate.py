@@ -144,7 +144,7 @@ class Flags:
     search_width: int = 4
     """--search: how many continuations of each beginning are sampled; a divisor of --samples."""
     step_end: str = "\n"
-    """--search: the text that ends a step."""
+    """--search: the text that ends a step; \\n is a new line."""
     kl_to: str | None = None
     """Report the KL divergence per token of the model to this model or run, on --samples
     completions of each problem at temperature 1."""
@@ -262,13 +262,27 @@ def check(flags: Flags) -> None:
             fix="use --samples 8, without --greedy and --guide",
         )
     width, samples = flags.search_width, flags.samples
-    if flags.search and not (flags.judge and 1 < width <= samples and samples % width == 0):
+    fix = "use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4"
+    if flags.search and not flags.judge:
+        raise InputError(
+            f"--search {flags.search} without a judge",
+            where="--search",
+            why="--judge scores the beginnings of answers after each step",
+            fix=fix,
+        )
+    if flags.search and not (1 < width <= samples and samples % width == 0):
         raise InputError(
             f"--search {flags.search} with --samples {samples} and --search-width {width}",
             where="--search",
             why="--judge keeps samples / width beginnings of each problem, and each goes on in "
             "`width` ways",
-            fix="use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4",
+            fix=fix,
+        )
+    if not flags.search and (width, flags.step_end) != (Flags.search_width, Flags.step_end):
+        raise InputError(
+            "settings of a search without one",
+            where="--search-width, --step-end",
+            fix="add --search beam or --search dvts, or leave them out",
         )
     if flags.search and not flags.step_end:
         raise InputError("--step-end is empty", where="--step-end", fix="name a text such as a dot")
@@ -492,7 +506,8 @@ def search_of(config: ExperimentConfig, flags: Flags) -> StepSearch:
             fix='add --environment "", or leave out --search',
         )
     judge = registry.display_name(flags.judge)
-    return StepSearch(judge, flags.search, flags.search_width, flags.step_end)
+    step_end = flags.step_end.replace("\\n", "\n")
+    return StepSearch(judge, flags.search, flags.search_width, step_end)
 
 
 def report_guided(

@@ -210,11 +210,13 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
     if spec.layers is not None:
         model = models.first_layers(model, spec.layers)
     outputs = head_outputs(model, spec)
-    return require_writer(model) if outputs is None else models.with_head(model, outputs)
+    if outputs is None:
+        return require_writer(model, str(spec.path or config.model.path))
+    return models.with_head(model, outputs)
 
 
-def require_writer(model: Model) -> Model:
-    """Return the model, if it is a language model and no classifier.
+def require_writer(model: Model, address: str) -> Model:
+    """Return the model of an address, if it is a language model and no classifier.
 
     Raises:
         InputError: if its head is not the vocabulary's.
@@ -222,7 +224,7 @@ def require_writer(model: Model) -> Model:
     if model.config.num_outputs is not None:
         raise InputError(
             f"the model has a head of {model.config.num_outputs} numbers and writes no text",
-            where="config.json, architectures",
+            where=f"{address}: config.json, architectures",
             why="it is a reward model or a classifier",
             fix="give the language model; a reward model judges with --reward DIR",
         )

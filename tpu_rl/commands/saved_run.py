@@ -88,9 +88,17 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
     The tokenizer has the settings of `config`.
 
     Raises:
-      InputError: there is no such run or model.
+      InputError: there is no such run or model, or it writes no text.
     """
     if remote_run.is_run(address):
+        saved = configuration.load(remote_run.fetch(address) / remote_run.CONFIG)
+        if "policy" not in roles.specs(saved):
+            raise InputError(
+                f"the run trained the role {roles.main_role(saved.algorithm)!r} and no policy",
+                where=address,
+                why="it is a reward model, which writes no text",
+                fix="give the run of a language model; a reward model judges with --reward DIR",
+            )
         context, params, step = load_run(address)
         print(f"{address}, step {step}")
         tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)
@@ -101,7 +109,7 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
     config = replace(config, model=model_config)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
-    roles.require_writer(language.model)
+    roles.require_writer(language.model, address)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 

@@ -16,6 +16,7 @@ an answer is one here.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -132,6 +133,12 @@ def engine(decoding: Decoding, scorer: Scorer, search: StepSearch) -> Engine:
             beginnings = one_step(params, request, contexts, beginnings, first_row_id)
             ended = np.array([beginning.ended for beginning in beginnings])
             if ended.all():
+                if round_number == 0:
+                    print(
+                        f"note: no answer has a step that ends with {search.step_end!r}, so there "
+                        "was nothing to search; see --step-end",
+                        file=sys.stderr,
+                    )
                 return whole.generate(params, replace(request, resumed=beginnings))
             scores = judged(params, request, beginnings)
             beginnings = [
