@@ -106,6 +106,13 @@ def test_the_loss_is_the_mean_over_pairs_and_members(float64, penalty):
     assert metrics["preference/spread"] == pytest.approx(np.mean(spreads), rel=1e-6)
 
 
+@pytest.mark.parametrize("setting", [{"margin_coef": 0.0}, {"centering_coef": 0.01}])
+def test_settings_that_ratings_would_not_show_are_refused(setting):
+    with pytest.raises(InputError, match="ratings are learned as they are"):
+        RewardModelConfig(pairs="rated", **setting)
+    RewardModelConfig(**setting)
+
+
 def test_ratings_are_a_regression(float64):
     """The mean over completions and members of (r - coef score)^2, by hand."""
     config = RewardModelConfig(pairs="rated", heads=2, margin_coef=0.5)

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.fixtures.picture_model import picture_tokenizer
-from tpu_rl.commands import config, dry_run, run
+from tpu_rl.commands import config, dry_run, row_checks, run
 from tpu_rl.errors import InputError
 
 SIZES = {
@@ -141,6 +141,9 @@ def test_what_nothing_reads_is_named_once(checkpoint, tmp_path, capsys):
     assert printed.err.count("does not show all that the rows hold: `name` (8) of 8 rows") == 1
     assert "<bos>systems<eos>" in printed.out
     assert "control tokens" not in printed.err
+    sums = ["score=0.5*helpfulness-turns.-1.value*bias", "answer=output"]
+    named_columns = {"helpfulness", "turns", "bias", "output"}
+    assert row_checks._sources(sums) >= named_columns
     rows = [{"messages": [{"role": "user", "content": "what is <eos> for"}, CHAT[1]]}] * 8
     assert inspect(checkpoint, tmp_path, "sft", rows) == 0
     assert "8 of 8 rows spell control tokens" in capsys.readouterr().err

@@ -111,6 +111,13 @@ class RewardModelConfig:
         problem = conflict(self.robust_radius, self.robust_ball)
         if problem:
             raise InputError(problem, where="--algorithm.robust-radius", fix="see --help-all")
+        if self.pairs == "rated" and (self.centering_coef or not self.margin_coef):
+            raise InputError(
+                "ratings are learned as they are",
+                where="--algorithm.centering-coef, --algorithm.margin-coef",
+                why="they need no centering, and multiplied by 0 all of them are equal",
+                fix="leave both out",
+            )
 
     @property
     def experience(self) -> ExperienceSpec:

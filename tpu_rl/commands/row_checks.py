@@ -131,9 +131,10 @@ def _reads_all_columns(config: ExperimentConfig) -> bool:
 
 
 def _sources(names: Sequence[str]) -> set[str]:
-    """Return the columns that names, NAME=COLUMN or NAME=COLUMN.KEY, are read from."""
+    """Return the columns that names, NAME=COLUMN, NAME=COLUMN.KEY or NAME=SUM, are read from."""
     sources = {name.partition("=")[2] for name in names}
-    return sources | {source.partition(".")[0] for source in sources}
+    words = {word for source in sources for word in re.findall(r"[^\W\d]\w*", source)}
+    return sources | words | {source.partition(".")[0] for source in sources}
 
 
 def _is_empty(value: Any) -> bool:
