@@ -72,8 +72,8 @@ def parse(text: str, names: Sequence[str]) -> Constraint:
             f"no reward is called {match[1].strip()!r}",
             where="--rollout.constraints",
             why=f"there are {', '.join((LENGTH, *names))}",
-            fix='add it to --reward, where "environment" is the environment\'s own; with the weight '
-            '0, as in "0*NAME", it is only constrained',
+            fix='add it to --reward, with the weight 0 ("0*NAME") to constrain it alone; '
+            '"environment" is the reward of --environment itself',
         )
     return Constraint(match[1].strip(), 1.0 if match[2] == "<" else -1.0, limit)
 
