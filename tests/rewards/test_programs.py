@@ -3,6 +3,8 @@
 The clock is one of the test's own, but for one run in the sandbox.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.fixtures.reward_scores import score
@@ -88,8 +90,9 @@ def test_a_baseline_that_fails_is_a_fault(monkeypatch):
     assert isinstance(value, RewardFailure)
     assert "baseline" in str(value)
     fenced = "It runs:\n```python\nx = 1\n```"
+    baselines: list[Any] = [fenced, None]
     [slow, none] = programs.python_speed_unsandboxed(
-        ["p"] * 2, ["a"] * 2, tests=["", ""], baseline=[fenced, None]
+        ["p"] * 2, ["a"] * 2, tests=["", ""], baseline=baselines
     )
     assert slow == 0.5
     assert "`baseline` is no text, but None" in str(none)
