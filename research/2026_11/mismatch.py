@@ -1,0 +1,94 @@
+"""Sampler-trainer mismatch and its cures: GRPO whose sampler rounds its weights.
+
+    python research/2026_11/mismatch.py --to runs/mismatch [--seeds 0 1 2] [--arms fp8 ...]
+
+GRPO on arithmetic with a high learning rate and four updates a batch. The sampler rounds its
+weights to eight bits, or computes in bfloat16 as the trainer does, or computes the trainer's very
+bits in bfloat16. The eight-bit sampler runs with each of the corrections.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import arms
+import demos
+import numpy as np
+
+from tpu_rl.report import plots
+from tpu_rl.report.series import Series
+
+COMMON = (
+    "arithmetic_grpo",
+    *("--optimizer.learning-rate", "1e-3", "--batch.num-minibatches", "4"),
+    *("--batch.prompts", "16", "--batch.micro-batch-rows", "2", "--model.remat", "none"),
+    *("--steps", "80", "--evaluation.interval", "20", "--checkpoint.interval", "80"),
+)
+FP8 = ("--sampling.weight-dtype", "float8_e4m3fn")
+CAP = ("--algorithm.importance-sampling-cap", "2")
+MASK = (*CAP, "--algorithm.importance-sampling-mode", "sequence_mask")
+ARMS = {
+    "float32": (),
+    "fp8": FP8,
+    "fp8, recomputed": (*FP8, "--algorithm.old-log-probs", "recomputed"),
+    "fp8, recomputed, cap 2": (*FP8, *CAP),
+    "fp8, sequence mask": (*FP8, *MASK),
+    "bf16": ("--model.dtype", "bfloat16"),
+    "bf16 exact": ("--model.dtype", "bfloat16", "--model.exact-sampling"),
+    "int8": ("--sampling.weight-dtype", "int8"),
+}
+
+
+def folder_of(to: Path, arm: str, seed: int) -> Path:
+    return to / f"{arm.replace(',', '').replace(' ', '_')}_{seed}"
+
+
+def report(to: Path, seeds: list[int], svg: Path | None) -> None:
+    """Print the last accuracy of each arm, and draw accuracies over steps."""
+    arms.print_heading("arm", *(f"seed {seed}" for seed in seeds), "best", "mean gap", "reward < 0.1")
+    lines = []
+    for arm in ARMS:
+        folders = [folder_of(to, arm, seed) for seed in seeds]
+        folders = [folder for folder in folders if (folder / "summary.json").exists()]
+        if not folders:
+            continue
+        rows = [arms.read_metrics(folder) for folder in folders]
+        evaluated = [[row for row in run if "eval/accuracy" in row] for run in rows]
+        values = np.array([[row["eval/accuracy"] for row in run] for run in evaluated])
+        gaps = [
+            np.mean([row["policy/log_prob_gap_mean"] for row in run if row["step"] > 0])
+            for run in rows
+        ]
+        low = [
+            next((row["step"] for row in run if row.get("reward/mean", 1.0) < 0.1), "-")
+            for run in rows
+        ]
+        last = [f"{100 * value:.1f}" for value in values[:, -1]]
+        last += ["-"] * (len(seeds) - len(last))
+        best = ", ".join(f"{100 * value:.1f}" for value in values.max(-1))
+        arms.print_row(arm, *last, best, f"{np.mean(gaps):.1e}", ", ".join(map(str, low)))
+        steps = np.array([row["step"] for row in evaluated[0]])
+        lines.append(Series(arm, steps, values.mean(0), values.min(0), values.max(0)))
+    if svg:
+        svg.write_text(plots.as_svg(plots.line_chart(lines, size=plots.WIDE, percent=True)))
+
+
+def main() -> None:
+    parser = arms.make_parser(__doc__)
+    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--report", action="store_true", help="only the runs that are finished")
+    parser.add_argument("flags", nargs="*", help="further flags of launch/run.py, after --")
+    options = parser.parse_args()
+    if not options.report:
+        for seed in options.seeds:
+            for arm in options.arms:
+                flags = [*COMMON, *ARMS[arm], "--seed", seed, *options.flags]
+                demos.train(folder_of(options.to, arm, seed), flags)
+    report(options.to, options.seeds, options.svg)
+
+
+if __name__ == "__main__":
+    main()
