@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import arms
 import demos
@@ -28,13 +29,13 @@ AT_ONCE = 20
 """Problems whose completions are sampled in one call."""
 
 
-def count(name: str, problems: int, samples: int) -> dict[str, list[int]]:
+def count(name: str, problems: int, samples: int) -> dict[str, Any]:
     """Return for each problem how many completions are right, and right in all written steps."""
     directory = roles.model_path(name)
     model, params = models.load(directory)
     tokenizer = load_tokenizer(directory)
     source = arithmetic.ArithmeticSource(LONG, "eval", 0)
-    counts: dict[str, list[int]] = {"right": [], "right in all steps": []}
+    counts: dict[str, Any] = {"right": [], "right in all steps": []}
     for first in range(0, problems, AT_ONCE):
         rows = [source[index] for index in range(first, first + AT_ONCE)]
         prompts = [row["prompt"] for row in rows]
@@ -70,12 +71,13 @@ def main() -> None:
         file = flags.to / f"{number}.json"
         if not file.exists():
             counts = count(name, flags.problems, flags.samples)
-            file.write_text(json.dumps({"model": name} | counts), encoding="utf-8")
+            counts |= {"model": name, "samples": flags.samples}
+            file.write_text(json.dumps(counts), encoding="utf-8")
         measured.append(json.loads(file.read_text(encoding="utf-8")))
     for kind in ("right", "right in all steps"):
         print(f"\n{kind}, %\n")
         arms.print_heading("k", "start", *(f"after {n}" for n in range(1, len(measured))), "gain")
-        curves = np.array([curve(each[kind], flags.samples, ks) for each in measured])
+        curves = np.array([curve(each[kind], each["samples"], ks) for each in measured])
         for index, k in enumerate(ks):
             means = [f"{100 * value:.1f}" for value in curves[:, index].mean(-1)]
             arms.print_row(k, *means, demos.paired(curves[1:, index] - curves[:1, index]))

@@ -23,6 +23,7 @@ from tpu_rl import models, sampler
 from tpu_rl.checkpoint import manager
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import run, saved_run
+from tpu_rl.evaluation import comparison
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.types import Array, Params, Purpose, Rollout
 
@@ -43,10 +44,10 @@ def train(run_dir: Path, flags: Sequence[Any]) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
 
 
-def snapshots(run_dir: Path) -> Iterator[tuple[int, Params]]:
-    """Yield (step, params of the policy) of every checkpoint of a run."""
-    steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-    for step in steps:
+def snapshots(run_dir: Path, steps: Sequence[int]) -> Iterator[tuple[int, Params]]:
+    """Yield (step, params of the policy) of the checkpoints of a run that are at `steps`."""
+    saved = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    for step in (step for step in saved if step in steps):
         # A run folder with this checkpoint alone.
         view = run_dir.with_name(f"{run_dir.name}.view") / str(step)
         (view / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -103,10 +104,10 @@ def chosen(all_log_probs: Array, tokens: Array) -> Array:
     return jnp.take_along_axis(all_log_probs, tokens[:, 1:, None], -1)[..., 0]
 
 
-def paired(differences: np.ndarray, draws: int = 4000) -> str:
+def paired(differences: np.ndarray) -> str:
     """Format the mean of paired differences [..., problems] in points, with a bootstrap interval
     over problems; axes before the last one (seeds) are averaged first."""
     values = differences.reshape(-1, differences.shape[-1]).mean(0)
-    picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
-    low, high = np.percentile(values[picks].mean(1), [2.5, 97.5])
-    return f"{100 * values.mean():+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    result = comparison.paired_difference(np.zeros(len(values)), values)
+    mean, low, high = (100 * number for number in (result.value, result.low, result.high))
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"

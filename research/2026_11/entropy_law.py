@@ -2,10 +2,10 @@
 
     python research/2026_11/entropy_law.py --to runs/entropy [--seeds 0 1 2] [--arms grpo ...]
 
-GRPO as its paper weighs tokens, then with the parts of DAPO (arXiv 2503.14476) one after another,
-and with Clip-Cov or KL-Cov in place of them. The law R = -a exp(H) + b is fitted to the reward and
-the entropy of the training steps of each run. DAPO's penalty of overlong answers is left out:
-answers here never reach the limit.
+GRPO as its paper weighs tokens, then with parts of DAPO (arXiv 2503.14476), and with Clip-Cov or
+KL-Cov in place of them. The law R = -a exp(H) + b is fitted to the reward and the entropy of the
+training steps of each run. DAPO's penalty of overlong answers is left out: answers here never reach
+the limit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tpu_rl.report import plots
 from tpu_rl.report.series import Series
 
 COMMON = (
-    *("--batch.num-minibatches", "8", "--batch.prompts", "32", "--model.remat", "none"),
-    *("--batch.micro-batch-rows", "2", "--optimizer.learning-rate", "3e-4"),
-    *("--steps", "50", "--evaluation.interval", "10", "--checkpoint.interval", "50"),
+    *("--batch.num-minibatches", "8", "--batch.prompts", "16", "--model.remat", "none"),
+    *("--batch.micro-batch-rows", "2", "--optimizer.learning-rate", "2e-4"),
+    *("--steps", "40", "--evaluation.interval", "20", "--checkpoint.interval", "40"),
 )
 SEQUENCE = ("arithmetic_grpo", "--algorithm.loss-aggregation", "sequence_mean")
 HIGHER = ("--algorithm.clip-high", "0.28")
@@ -32,15 +32,14 @@ COVARIANCE = ("arithmetic_sapo", "--algorithm.loss-aggregation", "sequence_mean"
 ARMS = {
     "grpo": SEQUENCE,
     "+ clip-higher": (*SEQUENCE, *HIGHER),
-    "+ dynamic sampling": (*SEQUENCE, *HIGHER, *DYNAMIC),
-    "+ token mean": ("arithmetic_grpo", *HIGHER, *DYNAMIC),
+    "+ dynamic sampling, token mean": ("arithmetic_grpo", *HIGHER, *DYNAMIC),
     "clip_cov": (*COVARIANCE, "--algorithm.surrogate", "clip_cov"),
     "kl_cov": (*COVARIANCE, "--algorithm.surrogate", "kl_cov"),
 }
 
 
 def folder_of(to: Path, arm: str, seed: int) -> Path:
-    return to / f"{arm.replace('+ ', '').replace(' ', '_')}_{seed}"
+    return to / f"{arm.replace('+ ', '').replace(',', '').replace(' ', '_')}_{seed}"
 
 
 def law(rows: list[dict[str, Any]]) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
     python research/2026_11/mismatch.py --to runs/mismatch [--seeds 0 1 2] [--arms fp8 ...]
 
-GRPO on arithmetic with a high learning rate and four updates a batch. The sampler rounds its
+GRPO on arithmetic with a high learning rate and two updates a batch. The sampler rounds its
 weights to eight bits, or computes in bfloat16 as the trainer does, or computes the trainer's very
 bits in bfloat16. The eight-bit sampler runs with each of the corrections.
 """
@@ -20,9 +20,9 @@ from tpu_rl.report.series import Series
 
 COMMON = (
     "arithmetic_grpo",
-    *("--optimizer.learning-rate", "1e-3", "--batch.num-minibatches", "4"),
+    *("--optimizer.learning-rate", "3e-4", "--batch.num-minibatches", "2"),
     *("--batch.prompts", "16", "--batch.micro-batch-rows", "2", "--model.remat", "none"),
-    *("--steps", "80", "--evaluation.interval", "20", "--checkpoint.interval", "80"),
+    *("--steps", "60", "--evaluation.interval", "20", "--checkpoint.interval", "60"),
 )
 FP8 = ("--sampling.weight-dtype", "float8_e4m3fn")
 CAP = ("--algorithm.importance-sampling-cap", "2")

@@ -50,6 +50,8 @@ SAMPLED = {
     "rft": ("arithmetic_rft", *COMMON, *FASTER, "--batch.prompts", "16"),
     "dpo": ("arithmetic_dpo", *COMMON, *FASTER, "--batch.prompts", "32"),
 }
+STEPS = (16, 48, 80, 20, 50, 100)
+"""The checkpoints that are measured."""
 LAWS = ("frequency", "teacher", "written", "doubled")
 
 
@@ -169,7 +171,7 @@ def measure(folder: Path) -> None:
             print(json.dumps({"run": "start_0", "step": 0} | instruments.point(instruments.start)), file=out)
         for summary in sorted(folder.glob("*/summary.json")):
             run_dir = summary.parent
-            for step, params in demos.snapshots(run_dir):
+            for step, params in demos.snapshots(run_dir, STEPS):
                 if (run_dir.name, step) not in done:
                     point = {"run": run_dir.name, "step": step} | instruments.point(params)
                     print(json.dumps(point), file=out, flush=True)
