@@ -31,15 +31,11 @@ DYNAMIC = ("--rollout.dynamic-sampling-rounds", "2")
 COVARIANCE = ("arithmetic_sapo", "--algorithm.loss-aggregation", "sequence_mean")
 ARMS = {
     "grpo": SEQUENCE,
-    "+ clip-higher": (*SEQUENCE, *HIGHER),
-    "+ dynamic sampling, token mean": ("arithmetic_grpo", *HIGHER, *DYNAMIC),
+    "clip_higher": (*SEQUENCE, *HIGHER),
+    "dapo": ("arithmetic_grpo", *HIGHER, *DYNAMIC),
     "clip_cov": (*COVARIANCE, "--algorithm.surrogate", "clip_cov"),
     "kl_cov": (*COVARIANCE, "--algorithm.surrogate", "kl_cov"),
 }
-
-
-def folder_of(to: Path, arm: str, seed: int) -> Path:
-    return to / f"{arm.replace('+ ', '').replace(',', '').replace(' ', '_')}_{seed}"
 
 
 def law(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
@@ -58,7 +54,7 @@ def report(to: Path, seeds: list[int], svg: Path | None) -> None:
     )
     lines = []
     for arm in ARMS:
-        folders = [folder_of(to, arm, seed) for seed in seeds]
+        folders = [to / f"{arm}_{seed}" for seed in seeds]
         folders = [folder for folder in folders if (folder / "summary.json").exists()]
         if not folders:
             continue
@@ -95,7 +91,7 @@ def main() -> None:
         for seed in options.seeds:
             for arm in options.arms:
                 flags = [*ARMS[arm], *COMMON, "--seed", seed]
-                demos.train(folder_of(options.to, arm, seed), flags)
+                demos.train(options.to / f"{arm}_{seed}", flags)
     report(options.to, options.seeds, options.svg)
 
 

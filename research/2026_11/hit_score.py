@@ -99,13 +99,13 @@ def main() -> None:
             )
             rows = arms.read_metrics(run_dir)
             curves.setdefault(arm, []).append(
-                {row["step"]: row["reward/items/mean"] for row in rows if row["step"] > 0}
+                {row["step"]: row["reward/hit_score.items/mean"] for row in rows if row["step"] > 0}
             )
             # Means over the training batches of five steps: 640 completions.
             for step in (5, 60):
                 some = [row for row in rows if step - 5 < row["step"] <= step]
                 cells = [
-                    f"{np.mean([row[f'reward/{name}/mean'] for row in some]):.2f}"
+                    f"{np.mean([row[f'reward/hit_score.{name}/mean'] for row in some]):.2f}"
                     for name in ("items", "f_beta", "hit")
                 ]
                 arms.print_row(arm, seed, f"{step - 4} to {step}", *cells)

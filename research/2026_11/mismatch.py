@@ -30,17 +30,13 @@ MASK = (*CAP, "--algorithm.importance-sampling-mode", "sequence_mask")
 ARMS = {
     "float32": (),
     "fp8": FP8,
-    "fp8, recomputed": (*FP8, "--algorithm.old-log-probs", "recomputed"),
-    "fp8, recomputed, cap 2": (*FP8, *CAP),
-    "fp8, sequence mask": (*FP8, *MASK),
+    "fp8_recomputed": (*FP8, "--algorithm.old-log-probs", "recomputed"),
+    "fp8_cap_2": (*FP8, *CAP),
+    "fp8_sequence_mask": (*FP8, *MASK),
     "bf16": ("--model.dtype", "bfloat16"),
-    "bf16 exact": ("--model.dtype", "bfloat16", "--model.exact-sampling"),
+    "bf16_exact": ("--model.dtype", "bfloat16", "--model.exact-sampling"),
     "int8": ("--sampling.weight-dtype", "int8"),
 }
-
-
-def folder_of(to: Path, arm: str, seed: int) -> Path:
-    return to / f"{arm.replace(',', '').replace(' ', '_')}_{seed}"
 
 
 def report(to: Path, seeds: list[int], svg: Path | None) -> None:
@@ -48,7 +44,7 @@ def report(to: Path, seeds: list[int], svg: Path | None) -> None:
     arms.print_heading("arm", *(f"seed {seed}" for seed in seeds), "best", "mean gap", "reward < 0.1")
     lines = []
     for arm in ARMS:
-        folders = [folder_of(to, arm, seed) for seed in seeds]
+        folders = [to / f"{arm}_{seed}" for seed in seeds]
         folders = [folder for folder in folders if (folder / "summary.json").exists()]
         if not folders:
             continue
@@ -86,7 +82,7 @@ def main() -> None:
         for seed in options.seeds:
             for arm in options.arms:
                 flags = [*COMMON, *ARMS[arm], "--seed", seed, *options.flags]
-                demos.train(folder_of(options.to, arm, seed), flags)
+                demos.train(options.to / f"{arm}_{seed}", flags)
     report(options.to, options.seeds, options.svg)
 
 
