@@ -1,9 +1,10 @@
 """pass@k of a model before and after GRPO (arXiv 2504.13837), paired over problems.
 
-    python research/2026_11/crossover.py START AFTER ... --to runs/crossover [--problems 300] [--samples 128]
+    python research/2026_11/crossover.py START AFTER ... --to runs/crossover [--samples 128]
 
-START and AFTER are model folders or builtin:arithmetic. Small integers can be guessed: besides right
-answers, this counts the completions whose every step is right, and which write out at least one.
+START and AFTER are model folders or builtin:arithmetic. Small integers can be guessed: besides
+right answers, this counts the completions whose every step is right, and which write out at least
+one.
 """
 
 from __future__ import annotations

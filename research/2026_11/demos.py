@@ -22,7 +22,7 @@ import numpy as np
 from tpu_rl import models, sampler
 from tpu_rl.checkpoint import manager
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import run, saved_run
+from tpu_rl.commands import run
 from tpu_rl.evaluation import comparison
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.types import Array, Params, Purpose, Rollout
@@ -46,16 +46,24 @@ def train(run_dir: Path, flags: Sequence[Any]) -> dict[str, Any]:
 
 def snapshots(run_dir: Path, steps: Sequence[int]) -> Iterator[tuple[int, Params]]:
     """Yield (step, params of the policy) of the checkpoints of a run that are at `steps`."""
-    saved = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-    for step in (step for step in saved if step in steps):
-        # A run folder with this checkpoint alone.
-        view = run_dir.with_name(f"{run_dir.name}.view") / str(step)
-        (view / "checkpoints").mkdir(parents=True, exist_ok=True)
-        for name in ("config.yaml", "run_id", f"checkpoints/{step}"):
-            if not (view / name).exists():
-                (view / name).symlink_to((run_dir / name).resolve())
-        context, params, _ = saved_run.load_run(str(view))
-        yield step, context.params_of("policy")(params)
+    folder = run_dir / "checkpoints"
+    checkpoints = manager.read_checkpoints(str(folder))
+    for step in sorted(set(steps) & {int(path.name) for path in folder.iterdir()}):
+        leaves = checkpoints._read_record(step)["leaves"]
+        shapes = {
+            path: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
+            for path, leaf in leaves.items()
+        }
+        arrays, _ = checkpoints.restore(step, shapes)
+        params: Params = {}
+        for path, array in arrays.items():
+            names = path.split(".")
+            if names[:2] == ["params", "policy"]:
+                tree = params
+                for name in names[2:-1]:
+                    tree = tree.setdefault(name, {})
+                tree[names[-1]] = array
+        yield step, params
 
 
 def sample(
@@ -78,9 +86,8 @@ def texts(tokenizer: Any, rollout: Rollout) -> list[str]:
     return [tokenizer.decode([int(token) for token in row[mask]]) for row, mask in pairs]
 
 
-@partial(jax.jit, static_argnums=0)
 def log_probs(model: Any, params: Params, tokens: Array) -> Array:
-    """Return the log-probs of all next tokens [B, T - 1, V] of texts [B, T], padded at their end."""
+    """Return the log-probs of all next tokens [B, T - 1, V] of texts [B, T], padded behind."""
     return jax.nn.log_softmax(models.apply(model, params, tokens)[:, :-1])
 
 

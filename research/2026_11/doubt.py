@@ -32,7 +32,7 @@ CHANCES = np.array([1, 1, 1, 1, 1, 1, 1, 3, 5, 5]) / 20
 HELD_OUT = 1000
 COMMON = (
     *("--batch.prompts", "16", "--batch.micro-batch-rows", "4", "--model.remat", "none"),
-    *("--steps", "100", "--evaluation.rows", "0", "--checkpoint.interval", "50"),
+    *("--steps", "60", "--evaluation.rows", "0", "--checkpoint.interval", "60"),
 )
 
 
@@ -62,7 +62,7 @@ def demonstrations(seed: int) -> list[dict[str, str]]:
     """Return the model's own answers to training problems, each with a confidence."""
     model, params = models.load(START)
     source = arithmetic.ArithmeticSource(LONG, "train", 1000 + seed)
-    prompts = [source[index]["prompt"] for index in range(6400)]
+    prompts = [source[index]["prompt"] for index in range(5120)]
     tokenizer = load_tokenizer(START)
     completions = demos.texts(tokenizer, demos.sample(model, params, tokenizer, prompts, 1, seed))
     digits = np.random.default_rng(seed).choice(10, len(prompts), p=CHANCES)
@@ -102,7 +102,7 @@ def main() -> None:
                 *("sft", "--model.path", "builtin:arithmetic", "--data.path", data),
                 *("--batch.prompts", "64", "--batch.row-length", "256", "--batch.micro-batch-rows"),
                 *("4", "--sampling.max-prompt-tokens", "24", "--sampling.max-new-tokens", "64"),
-                *("--optimizer.learning-rate", "5e-4", "--steps", "100", "--evaluation.rows", "0"),
+                *("--optimizer.learning-rate", "5e-4", "--steps", "80", "--evaluation.rows", "0"),
                 *("--checkpoint.interval", "100", "--model.remat", "none", "--seed", seed),
             ],
         )

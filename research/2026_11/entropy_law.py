@@ -23,7 +23,7 @@ from tpu_rl.report.series import Series
 COMMON = (
     *("--batch.num-minibatches", "8", "--batch.prompts", "16", "--model.remat", "none"),
     *("--batch.micro-batch-rows", "2", "--optimizer.learning-rate", "2e-4"),
-    *("--steps", "40", "--evaluation.interval", "20", "--checkpoint.interval", "40"),
+    *("--steps", "30", "--evaluation.interval", "30", "--checkpoint.interval", "30"),
 )
 SEQUENCE = ("arithmetic_grpo", "--algorithm.loss-aggregation", "sequence_mean")
 HIGHER = ("--algorithm.clip-high", "0.28")
@@ -70,7 +70,7 @@ def report(to: Path, seeds: list[int], svg: Path | None) -> None:
         cells = [
             f"{100 * greedy:.1f}",
             ", ".join(f"{value:.3f}" for value in end),
-            *(f"{low:.2f} to {high:.2f}" for low, high in zip(fits.min(0), fits.max(0), strict=True)),
+            *(f"{low:.2f} to {high:.2f}" for low, high in np.stack([fits.min(0), fits.max(0)], 1)),
         ]
         arms.print_row(arm, *last, *cells)
         steps = np.arange(1, entropies.shape[1] + 1)

@@ -92,9 +92,9 @@ def main() -> None:
                 [
                     *("grpo", "--model.path", start / "model", *data, "--seed", seed),
                     *("--reward", f"{here}:{arm}", f"0*{here}:{other}", f"0*{here}:items"),
-                    *("--batch.prompts", "16", "--batch.group-size", "8", "--steps", "60"),
+                    *("--batch.prompts", "16", "--batch.group-size", "8", "--steps", "50"),
                     *("--optimizer.learning-rate", "5e-4", "--optimizer.warmup-steps", "5"),
-                    *("--evaluation.rows", "150", "--evaluation.interval", "20"),
+                    *("--evaluation.rows", "0", "--checkpoint.interval", "50"),
                 ],
             )
             rows = arms.read_metrics(run_dir)
@@ -102,7 +102,7 @@ def main() -> None:
                 {row["step"]: row["reward/hit_score.items/mean"] for row in rows if row["step"] > 0}
             )
             # Means over the training batches of five steps: 640 completions.
-            for step in (5, 60):
+            for step in (5, 50):
                 some = [row for row in rows if step - 5 < row["step"] <= step]
                 cells = [
                     f"{np.mean([row[f'reward/hit_score.{name}/mean'] for row in some]):.2f}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import arms
 import demos
 
-SELDOM = ("--checkpoint.interval", "10", "--evaluation.interval", "50")
+COMMON = ("--steps", "50", "--checkpoint.interval", "50", "--evaluation.interval", "50")
 ARMS = {
     "verifier": (),
     "likelihood": (
@@ -32,7 +32,7 @@ def main() -> None:
     for seed in options.seeds:
         for arm, flags in ARMS.items():
             folder = options.to / f"{arm}_{seed}"
-            summary = demos.train(folder, ["arithmetic_grpo", *SELDOM, *flags, "--seed", seed])
+            summary = demos.train(folder, ["arithmetic_grpo", *COMMON, *flags, "--seed", seed])
             before, after = summary["eval"]["before"], summary["eval"]["after"]
             arms.print_row(arm, seed, *map(arms.percent, (before, after, after["greedy"])))
 

@@ -3,11 +3,11 @@
     python research/2026_11/razor.py --to runs/razor [--seeds 0 1 2]
 
 The shipped model learns expressions of 5 terms (the new task) in seven ways: from three label laws
-and a fourth that it never writes itself (SFT), from rewards (GRPO), from its own right answers (RFT)
-and from pairs of them (DPO). The old task is calculation at a glance, which no method trains: the
-exact probability of the right number behind "3+4*2=#", expressions of 2 to 4 terms. The KL is that
-of the start from the policy on completions of the start, and the reverse one, each summed over the
-tokens of a completion, over the whole vocabulary.
+and a fourth that it never writes itself (SFT), from rewards (GRPO), from its own right answers
+(RFT) and from pairs of them (DPO). The old task is calculation at a glance, which no method trains:
+the exact probability of the right number behind "3+4*2=#", expressions of 2 to 4 terms. The KL is
+that of the start from the policy on completions of the start, and the reverse one, each summed over
+the tokens of a completion, over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SAMPLED = {
     "rft": ("arithmetic_rft", *COMMON, *FASTER, "--batch.prompts", "16"),
     "dpo": ("arithmetic_dpo", *COMMON, *FASTER, "--batch.prompts", "32"),
 }
-STEPS = (16, 48, 80, 20, 50, 100)
+STEPS = (16, 80, 20, 100)
 """The checkpoints that are measured."""
 LAWS = ("frequency", "teacher", "written", "doubled")
 
@@ -116,8 +116,7 @@ class Measure:
         self.of_start = self.complete(self.start)
         prompts = [self.tokenizer.encode_prompt(row["prompt"] + "#") for row in self.old]
         ends = [
-            prompt + self.tokenizer.encode_prompt(row["prompt"] + "#" + row["answer"])[len(prompt) :]
-            for prompt, row in zip(prompts, self.old, strict=True)
+            self.tokenizer.encode_prompt(f"{row['prompt']}#{row['answer']}") for row in self.old
         ]
         stop = int(self.of_start.tokens[0][self.of_start.action_mask[0]][-1])
         self.glances = demos.pad([text + [stop] for text in ends], 40)
@@ -130,11 +129,15 @@ class Measure:
             first, second = (demos.log_probs(self.model, params, tokens) for params in (p, q))
             return jnp.sum(jnp.exp(first) * (first - second), -1)
 
-        self.kl_of = kl
+        @jax.jit
+        def log_probs_of(params: Any, tokens: Any) -> Any:
+            return demos.chosen(demos.log_probs(self.model, params, tokens), tokens)
+
+        self.kl_of, self.log_probs_of = kl, log_probs_of
 
     def complete(self, params: Any) -> Any:
         prompts = [row["prompt"] for row in self.rows]
-        return demos.sample(self.model, params, self.tokenizer, prompts, 2)
+        return demos.sample(self.model, params, self.tokenizer, prompts, 1)
 
     def kl(self, rollout: Any, p: Any, q: Any) -> float:
         """Return the KL of p from q per completion of p."""
@@ -144,12 +147,9 @@ class Measure:
     def point(self, params: Any) -> dict[str, float]:
         """Return both KLs, the accuracy on the new task and the probability on the old one."""
         rollout = self.complete(params)
-        prompts = [row["prompt"] for row in self.rows for _ in range(2)]
-        answers = [row["answer"] for row in self.rows for _ in range(2)]
-        right = arithmetic.correct(prompts, demos.texts(self.tokenizer, rollout), answer=answers)
-        known = demos.in_batches(
-            lambda rows: demos.chosen(demos.log_probs(self.model, params, rows), rows), self.glances
-        )
+        answers = [row["answer"] for row in self.rows]
+        right = arithmetic.correct([], demos.texts(self.tokenizer, rollout), answer=answers)
+        known = demos.in_batches(lambda rows: self.log_probs_of(params, rows), self.glances)
         squares = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), params, self.start)
         return {
             "kl": self.kl(self.of_start, self.start, params),
@@ -168,7 +168,8 @@ def measure(folder: Path) -> None:
     instruments = Measure()
     with file.open("a") as out:
         if not points:
-            print(json.dumps({"run": "start_0", "step": 0} | instruments.point(instruments.start)), file=out)
+            point = {"run": "start_0", "step": 0} | instruments.point(instruments.start)
+            print(json.dumps(point), file=out)
         for summary in sorted(folder.glob("*/summary.json")):
             run_dir = summary.parent
             for step, params in demos.snapshots(run_dir, STEPS):
