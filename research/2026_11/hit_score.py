@@ -23,7 +23,7 @@ from tpu_rl.report.series import Series
 from tpu_rl.rewards import sets
 
 LENGTHS = (
-    *("--sampling.max-prompt-tokens", "8", "--sampling.max-new-tokens", "96"),
+    *("--sampling.max-prompt-tokens", "8", "--sampling.max-new-tokens", "64"),
     *("--batch.row-length", "256", "--batch.micro-batch-rows", "4", "--model.remat", "none"),
 )
 
@@ -92,17 +92,17 @@ def main() -> None:
                 [
                     *("grpo", "--model.path", start / "model", *data, "--seed", seed),
                     *("--reward", f"{here}:{arm}", f"0*{here}:{other}", f"0*{here}:items"),
-                    *("--batch.prompts", "16", "--batch.group-size", "8", "--steps", "50"),
-                    *("--optimizer.learning-rate", "5e-4", "--optimizer.warmup-steps", "5"),
+                    *("--batch.prompts", "8", "--batch.group-size", "8", "--steps", "40"),
+                    *("--optimizer.learning-rate", "2e-4", "--optimizer.warmup-steps", "5"),
                     *("--evaluation.rows", "0", "--checkpoint.interval", "50"),
                 ],
             )
             rows = arms.read_metrics(run_dir)
             curves.setdefault(arm, []).append(
-                {row["step"]: row["reward/hit_score.items/mean"] for row in rows if row["step"] > 0}
+                {r["step"]: r["reward/hit_score.items/mean"] for r in rows if r["step"] > 0}
             )
-            # Means over the training batches of five steps: 640 completions.
-            for step in (5, 50):
+            # Means over the training batches of five steps: 320 completions.
+            for step in (5, 40):
                 some = [row for row in rows if step - 5 < row["step"] <= step]
                 cells = [
                     f"{np.mean([row[f'reward/hit_score.{name}/mean'] for row in some]):.2f}"
