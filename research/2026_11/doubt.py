@@ -33,6 +33,7 @@ HELD_OUT = 1000
 COMMON = (
     *("--batch.prompts", "16", "--batch.micro-batch-rows", "4", "--model.remat", "none"),
     *("--steps", "60", "--evaluation.rows", "0", "--checkpoint.interval", "60"),
+    "--reward-limits.no-isolate",
 )
 
 

@@ -25,6 +25,7 @@ from tpu_rl.rewards import sets
 LENGTHS = (
     *("--sampling.max-prompt-tokens", "8", "--sampling.max-new-tokens", "64"),
     *("--batch.row-length", "256", "--batch.micro-batch-rows", "4", "--model.remat", "none"),
+    "--reward-limits.no-isolate",
 )
 
 
