@@ -87,10 +87,11 @@ def main() -> None:
     parser = arms.make_parser(__doc__)
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--control-seeds", type=int, nargs="*", default=[0])
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
     arms.print_heading("model", "seed", "right, %", "stated, %", "ECE", "Brier", "AUROC", "mean")
-    judged: dict[str, list[np.ndarray]] = {}
+    judged: dict[str, dict[int, np.ndarray]] = {}
     for seed in options.seeds:
         data = options.to / f"{seed}.jsonl"
         if not data.exists():
@@ -108,14 +109,14 @@ def main() -> None:
             ],
         )
         folders = {"start": start}
-        for arm in ("doubt", "right"):
+        for arm in ("doubt", "right") if seed in options.control_seeds else ("doubt",):
             folders[arm] = options.to / f"{arm}_{seed}"
             reward = ("--reward", f"{Path(__file__).resolve()}:{arm}")
             flags = ["arithmetic_grpo", "--model.path", start / "model", *reward, *COMMON]
             demos.train(folders[arm], [*flags, "--seed", seed])
         for name, folder in folders.items():
             answers, result = measure(folder)
-            judged.setdefault(name, []).append(answers)
+            judged.setdefault(name, {})[seed] = answers
             cells = [name, seed, f"{100 * answers.mean():.1f}"]
             if result:
                 mean = sum(each.n * each.confidence for each in result.bins) / sum(
@@ -124,8 +125,9 @@ def main() -> None:
                 numbers = (result.ece, result.brier, result.auroc, mean)
                 cells += [f"{100 * result.stated:.1f}", *(f"{number:.3f}" for number in numbers)]
             arms.print_row(*cells)
-    for name in ("start", "right"):
-        difference = np.array(judged["doubt"]) - np.array(judged[name])
+    for name in judged.keys() - {"doubt"}:
+        pairs = [(judged["doubt"][seed], answers) for seed, answers in judged[name].items()]
+        difference = np.array([doubted - answers for doubted, answers in pairs])
         print(f"doubt - {name}, points of right answers: {demos.paired(difference)}")
 
 
