@@ -15,8 +15,11 @@ import arms
 import demos
 import numpy as np
 
+from tpu_rl import models
+from tpu_rl.environments import arithmetic
 from tpu_rl.report import plots
 from tpu_rl.report.series import Series
+from tpu_rl.tokenizers import load as load_tokenizer
 
 COMMON = (
     "arithmetic_grpo",
@@ -37,6 +40,29 @@ ARMS = {
     "bf16_exact": ("--model.dtype", "bfloat16", "--model.exact-sampling"),
     "int8": ("--sampling.weight-dtype", "int8"),
 }
+
+
+def right_answers(run_dir: Path) -> np.ndarray:
+    """Return 1 for each right answer of a run's model to 500 held-out problems."""
+    directory = str(run_dir / "model")
+    model, params = models.load(directory)
+    tokenizer = load_tokenizer(directory)
+    long = arithmetic.Arithmetic(min_terms=5, max_terms=5, operators="+-*")
+    source = arithmetic.ArithmeticSource(long, "eval", 0)
+    rows = [source[index] for index in range(500)]
+    rollout = demos.sample(model, params, tokenizer, [row["prompt"] for row in rows], 1)
+    answers = [row["answer"] for row in rows]
+    return np.array(arithmetic.correct([], demos.texts(tokenizer, rollout), answer=answers))
+
+
+def pairs(to: Path, seeds: list[int], chosen: list[str]) -> None:
+    """Print the paired differences of the chosen arms from the first of them."""
+    first, *others = (
+        np.array([right_answers(to / f"{arm}_{seed}") for seed in seeds]) for arm in chosen
+    )
+    for arm, answers in zip(chosen[1:], others, strict=True):
+        each = ", ".join(f"{100 * value:+.1f}" for value in (answers - first).mean(-1))
+        print(f"{arm} - {chosen[0]}: {demos.paired(answers - first)}; seeds {each}")
 
 
 def report(to: Path, seeds: list[int], svg: Path | None) -> None:
@@ -76,6 +102,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--report", action="store_true", help="only the runs that are finished")
+    parser.add_argument("--pairs", action="store_true", help="also paired differences")
     parser.add_argument("flags", nargs="*", help="further flags of launch/run.py, after --")
     options = parser.parse_args()
     if not options.report:
@@ -84,6 +111,8 @@ def main() -> None:
                 flags = [*COMMON, *ARMS[arm], "--seed", seed, *options.flags]
                 demos.train(options.to / f"{arm}_{seed}", flags)
     report(options.to, options.seeds, options.svg)
+    if options.pairs:
+        pairs(options.to, options.seeds, options.arms)
 
 
 if __name__ == "__main__":
