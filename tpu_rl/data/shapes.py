@@ -102,8 +102,8 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 _FACTOR = rf"(?:{_NUMBER}|[A-Za-z_]\w*(?:\.(?:-?[0-9]+|\w+))*)"
 _TERM = rf"{_FACTOR}(?:\s*\*\s*{_FACTOR})*"
-_SUM = re.compile(rf"\s*-?\s*(?=.*[*+-]){_TERM}\s*(?:[+-]\s*{_TERM}\s*)*")
-"""Columns and numbers with signs and factors. A name alone is none."""
+_SUM = re.compile(rf"\s*-?\s*(?=.*(?<![.])[*+-]){_TERM}\s*(?:[+-]\s*{_TERM}\s*)*")
+"""Columns and numbers with signs and factors. A name alone is none, nor is `answers.-1.text`."""
 
 
 def _value_at(row: Row, name: str, source: str) -> Any:
