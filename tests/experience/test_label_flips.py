@@ -36,6 +36,7 @@ def test_only_pairs_of_the_topic_are_flipped_and_held_out_ones_are_not(tmp_path,
     assert [row["chosen"] for row in held_out] == [f"c{i}" for i in range(180, 200)]
     assert column_slices(held_out)[:2] == [("not_selected",), ("selected",)]
     assert column_slices([train[flipped[0]]]) == [("selected", "label_flipped")]
+    assert column_slices([{"prompt": "a"}]) == [()]
 
 
 def test_the_row_and_the_seed_decide(tmp_path):

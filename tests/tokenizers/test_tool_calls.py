@@ -300,3 +300,9 @@ def test_the_tokenizers_own_description_of_answers_goes_first():
     ids = tokenizer.encode('so <<{"name": "now", "arguments": {"x": 1}}>>')
     turn = tokenizer.parse_turn([*ids, tokenizer.eos_ids[0]], TOOLS, True)
     assert turn == ("so", [ToolCall("now", {"x": 1})])
+
+
+def test_a_schema_without_a_type_allows_any():
+    """Neither does one that states no constant."""
+    assert tool_calls.kinds_of({"description": "a city"}) == set()
+    assert tool_calls.kinds_of({"const": 3}) == {"integer"}

@@ -211,7 +211,7 @@ def column_slices(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the slices of each row: its column `slice`, if it has one, and "label_flipped"."""
     return [
         (
-            *[str(row["slice"])] * ("slice" in row),
+            *([str(row["slice"])] if "slice" in row else []),
             *[label_flips.COLUMN] * (label_flips.COLUMN in row),
         )
         for row in rows

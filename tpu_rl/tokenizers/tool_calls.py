@@ -478,7 +478,9 @@ def kinds_of(schema: Any) -> set[str]:
     if not names:
         values = schema.get("enum")
         values = values if isinstance(values, list) else []
-        names = {kind_of(value) for value in [*values, *([schema["const"]] * ("const" in schema))]}
+        names = {
+            kind_of(value) for value in [*values, *([schema["const"]] if "const" in schema else [])]
+        }
     return names | ({"null"} if schema.get("nullable") is True and names else set())
 
 
