@@ -183,7 +183,7 @@ def decoding(
     purpose: Purpose,
     seed: int = 0,
 ) -> Decoding:
-    """Return how a model that is no part of a run answers problems as a run's settings say."""
+    """Return the decoding of a model that is no part of a run, by a run's settings."""
     mesh = compose.make_mesh(MeshConfig())
     return Decoding(
         RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh),

@@ -261,7 +261,8 @@ def check(flags: Flags) -> None:
             why="it chooses among several sampled completions of the model alone",
             fix="use --samples 8, without --greedy and --guide",
         )
-    width, samples = flags.search_width, flags.samples
+    width = flags.search_width
+    samples = flags.samples
     fix = "use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4"
     if flags.search and not flags.judge:
         raise InputError(
@@ -344,8 +345,8 @@ def load_settings(flags: Flags) -> ExperimentConfig:
     changes = {"chat": flags.data.chat, "system": flags.data.system}
     changes = {name: value for name, value in changes.items() if value is not None}
     if flags.data.templates and isinstance(config.data, FileData):
-        own = replace(config.data, templates=(), evaluation_templates=())
-        config = replace(config, data=own)
+        bare = replace(config.data, templates=(), evaluation_templates=())
+        config = replace(config, data=bare)
     if not changes:
         return config
     if not isinstance(config.data, FileData):
@@ -491,6 +492,17 @@ def answer(
     return results
 
 
+def require_single_turns(config: ExperimentConfig, flag: str, why: str) -> None:
+    """Raise InputError if completions are conversations or have limits of thoughts."""
+    if config.environment or config.agent or evaluators.limited(config.sampling.thinking).is_on:
+        raise InputError(
+            f"{flag} with conversations or limits of thoughts",
+            where=flag,
+            why=why,
+            fix=f'add --environment "", or leave out {flag}',
+        )
+
+
 def search_of(config: ExperimentConfig, flags: Flags) -> StepSearch:
     """Return the search that the flags ask for.
 
@@ -498,13 +510,7 @@ def search_of(config: ExperimentConfig, flags: Flags) -> StepSearch:
         InputError: if completions are conversations or have limits of thoughts.
     """
     assert flags.search is not None
-    if config.environment or config.agent or evaluators.limited(config.sampling.thinking).is_on:
-        raise InputError(
-            "--search with conversations or limits of thoughts",
-            where="--search",
-            why="a search continues the text of one answer",
-            fix='add --environment "", or leave out --search',
-        )
+    require_single_turns(config, "--search", "a search continues the text of one answer")
     judge = registry.display_name(flags.judge)
     step_end = flags.step_end.replace("\\n", "\n")
     return StepSearch(judge, flags.search, flags.search_width, step_end)
@@ -597,19 +603,13 @@ def report_templates(
 
 
 def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language) -> Score:
-    """Return what scores texts by the model of --kl-to.
+    """Return a function that scores texts by the model of --kl-to.
 
     Raises:
         InputError: if it reads other tokens, or completions are more than one turn of the model.
     """
     assert flags.kl_to is not None
-    if config.environment or config.agent or evaluators.limited(config.sampling.thinking).is_on:
-        raise InputError(
-            "--kl-to with conversations or limits of thoughts",
-            where="--kl-to",
-            why="it is measured on single turns that the model alone writes",
-            fix='add --environment "", or leave it out',
-        )
+    require_single_turns(config, "--kl-to", "it is measured on turns that the model alone writes")
     directory = Path(answers.address_of(flags.kl_to))
     require_same_tokens(language.tokenizer, directory, "--kl-to")
     other, params = load_language(flags.kl_to, config)

@@ -71,7 +71,8 @@ def read(
     key = (str(path), tuple(columns), check, split, config, tuple(column_names), _stamp(path))
     if key in _READ:
         return _READ[key]
-    sources, parts = [], []
+    sources = []
+    parts = []
     names: dict[str, None] = {}
     # Column -> (type of its first value, where that is).
     kinds: dict[str, tuple[str, str]] = {}

@@ -32,7 +32,7 @@ from tpu_rl.types import Params
 
 
 class StepSearch(NamedTuple):
-    """How beginnings are continued and chosen."""
+    """The rule by which beginnings are continued and chosen."""
 
     judge: str
     """The name of a reward function of the scorer."""
@@ -87,7 +87,8 @@ def engine(decoding: Decoding, scorer: Scorer, search: StepSearch) -> Engine:
     whole = make_engine(decoding, scorer)
     function = {search.judge: scorer.reward_functions[search.judge]}
     judge = make_engine(decoding, scorer._replace(reward_functions=function, terms=()))
-    num_samples, most = decoding.config.samples_per_prompt, decoding.config.max_new_tokens
+    num_samples = decoding.config.samples_per_prompt
+    max_new_tokens = decoding.config.max_new_tokens
     single = replace(decoding, config=replace(decoding.config, samples_per_prompt=1))
     at_step_end = prompts.stop_at(scorer.tokenizer, (search.step_end, *decoding.stop_strings))
     join = _joiner(decoding, scorer)
@@ -107,7 +108,7 @@ def engine(decoding: Decoding, scorer: Scorer, search: StepSearch) -> Engine:
             request.step,
             first_row_id + np.asarray(rows),
             policy_step=request.policy_step,
-            limits=np.array([most - len(beginnings[row].tokens) for row in rows]),
+            limits=np.array([max_new_tokens - len(beginnings[row].tokens) for row in rows]),
             stop_at=at_step_end,
         )
         steps = partial_completions(rollout, np.zeros(len(rows), bool))
@@ -154,7 +155,7 @@ def engine(decoding: Decoding, scorer: Scorer, search: StepSearch) -> Engine:
 def _joiner(
     decoding: Decoding, scorer: Scorer
 ) -> Callable[[PartialCompletion, PartialCompletion], PartialCompletion]:
-    """Return what adds a step to a beginning, and finds out whether the whole has ended."""
+    """Return a function that adds a step to a beginning and marks the whole if it has ended."""
     at_stop_string = prompts.stop_at(scorer.tokenizer, decoding.stop_strings)
 
     def join(before: PartialCompletion, step: PartialCompletion) -> PartialCompletion:

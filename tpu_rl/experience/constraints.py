@@ -117,8 +117,8 @@ class Multipliers:
         for k, constraint in enumerate(self._constraints):
             penalties += self._values[k] * np.nan_to_num(constraint.excess(episodes))
             excess = constraint.excess(everything)
-            known = excess[np.isfinite(excess) & np.isfinite(everything.rewards)]
-            self._excess[k] = float(known.mean()) if known.size else 0.0
+            finite = excess[np.isfinite(excess) & np.isfinite(everything.rewards)]
+            self._excess[k] = float(finite.mean()) if finite.size else 0.0
             moved = self._values[k] + self._rate * self._excess[k]
             self._values[k] = float(np.clip(moved, 0.0, self._most))
         rollout = scored.rollout

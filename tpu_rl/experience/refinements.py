@@ -71,8 +71,10 @@ def best_refinement(
         ]
         fits = [tokenizer.row_length(row) <= max_prompt_tokens for row in rows]
         # All groups are sampled for, so that one program serves every step.
-        asked = [row if fit else old for row, fit, old in zip(rows, fits, scored.rows, strict=True)]
-        request = RolloutRequest(asked, step, policy_step=int(state.step))
+        prompt_rows = [
+            row if fit else old for row, fit, old in zip(rows, fits, scored.rows, strict=True)
+        ]
+        request = RolloutRequest(prompt_rows, step, policy_step=int(state.step))
         refined = engine.roll_out(state.params, request)
         earned = np.where(np.isnan(refined.rewards), -np.inf, refined.rewards)
         best = earned.reshape(-1, spec.samples).argmax(-1) + np.arange(len(rows)) * spec.samples

@@ -225,9 +225,10 @@ def _split_parts(
     numbers = data.part_numbers(rows)
     held_out = []
     for part, weight in enumerate(files.weights):
-        own = np.flatnonzero(numbers == part)
+        rows_of_part = np.flatnonzero(numbers == part)
         share = round(num_held_out * weight / sum(files.weights))
-        held_out += own[len(own) - min(share, len(own) // 10) :].tolist()
+        first = len(rows_of_part) - min(share, len(rows_of_part) // 10)
+        held_out += rows_of_part[first:].tolist()
     train = np.setdiff1d(np.arange(len(rows)), held_out)
     return data.take(rows, train), data.take(rows, np.array(held_out, int))
 

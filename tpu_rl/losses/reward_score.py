@@ -51,7 +51,7 @@ def sentence_starts(ends: Array, action_mask: Array) -> Array:
 
 
 def means_and_deviations(outputs: Array) -> tuple[Array, Array]:
-    """Return what K heads with deviations of their own predict, [..., 2 K] -> two [..., K].
+    """Return the means and deviations that K heads predict, [..., 2 K] -> two [..., K].
 
     Each head has two neighboring outputs: a mean m, and x of the deviation s = log(1 + e^x).
     """

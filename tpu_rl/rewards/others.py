@@ -105,15 +105,15 @@ def consistent(of: Reward = _one_number, penalty: float = 1.0) -> Reward:
             [completions[row] for row in places],
             {name: [column[row] for row in places] for name, column in columns.items()},
         )
-        found = iter(values)
+        remaining = iter(values)
         results: list[Any] = []
         for texts in rows:
-            scores = [next(found) for _ in texts]
+            scores = [next(remaining) for _ in texts]
             fault = next((s for s in scores if not isinstance(s, float)), 0.0)
             numbers = [s for s in scores if isinstance(s, float)]
-            known = len(numbers) == len(scores)
-            spread = penalty * statistics.pstdev(numbers) if known else 0.0
-            results.append(statistics.fmean(numbers) - spread if known else fault)
+            is_scored = len(numbers) == len(scores)
+            spread = penalty * statistics.pstdev(numbers) if is_scored else 0.0
+            results.append(statistics.fmean(numbers) - spread if is_scored else fault)
         return results
 
     return composed.declare(score, of, wordings)
@@ -160,7 +160,7 @@ def _no_model(
 
 
 def similarity(model: str = "", pooling: str = "mean") -> Reward:
-    """Return how similar each completion is to the text `answer`: the cosine of two embeddings.
+    """Return the similarity of each completion to the text `answer`: the cosine of two embeddings.
 
     `similarity(model=DIR)` takes the mean of the hidden states of a decoder at all tokens;
     pooling=last takes those of the last token, as Qwen3-Embedding does. Means of language models

@@ -677,7 +677,7 @@ class Tokenizer:
     def weights_of_spans(
         self, ids: Sequence[int], start: int, text: str, spans: Sequence[Mapping[str, Any]]
     ) -> list[float]:
-        """Return what each of ids[start:] counts, 1 outside of the spans.
+        """Return the weight of each of ids[start:], which is 1 outside of the spans.
 
         A token that writes characters of several spans has the smallest of their weights.
 
