@@ -2,12 +2,14 @@
 
     python docs/coverage.py
 
-A line of the table has the id of a method, its title, a status, a command and a note. Commands
-begin with a name of launch/. Capital words in commands stand for folders of the reader.
+A line of the table has the id of a method, its title, a status, commands and a note. Commands
+begin with a name of launch/, and "; " stands between two of them. Capital words in commands stand
+for folders of the reader.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from typing import NamedTuple
 DOCS = Path(__file__).parent
 PAGE = DOCS / "coverage.md"
 DATA = DOCS / "coverage.tsv"
+LAUNCH = DOCS.parent / "launch"
 
 IDS = {"B": 12, "D": 30, "E": 67, "F": 100}
 """Letter of a list -> the number of its methods."""
@@ -32,8 +35,14 @@ class Method(NamedTuple):
     title: str
     status: str
     command: str
-    """Name of launch/ and arguments; "" if nothing runs."""
+    """Name of launch/ and arguments; "" if nothing runs. Perhaps several, split by `commands`."""
     note: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands, in the order in which they are typed."""
+        names = "|".join(path.stem for path in LAUNCH.glob("*.py"))
+        return re.split(rf"; (?=(?:{names}) )", self.command) if self.command else []
 
 
 def read() -> list[Method]:
@@ -69,11 +78,11 @@ def page(methods: list[Method]) -> str:
 
 
 def cell(method: Method) -> str:
-    """Return the command as code, and the note."""
+    """Return the commands as code, and the note."""
     parts = []
-    if method.command:
-        name, _, arguments = method.command.partition(" ")
-        parts.append(f"`python launch/{name}.py {arguments}`")
+    typed = [command.partition(" ") for command in method.commands]
+    if typed:
+        parts.append(", then ".join(f"`python launch/{name}.py {rest}`" for name, _, rest in typed))
     if method.note:
         parts.append(method.note.replace("|", "\\|"))
     return ": ".join(parts)

@@ -8,7 +8,16 @@ from types import ModuleType
 import pytest
 import tyro
 
-from tpu_rl.commands import answers, cli, combine, compare, config, evaluate, recipe_file
+from tpu_rl.commands import (
+    answers,
+    check_reward,
+    cli,
+    combine,
+    compare,
+    config,
+    evaluate,
+    recipe_file,
+)
 from tpu_rl.rewards import registry
 
 ROOT = Path(__file__).parents[1]
@@ -52,12 +61,12 @@ def test_every_method_has_a_command_or_a_reason():
         assert bool(method.command) == (method.status != "no"), method.id
         assert method.note or method.status == "yes", method.id
         if method.command:
-            assert method.command.split()[0] in cli.COMMANDS
+            assert all(command.split()[0] in cli.COMMANDS for command in method.commands)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", sorted({method.command for method in METHODS if method.command})
+    "command", sorted({command for method in METHODS for command in method.commands})
 )
 def test_the_command_is_accepted(command):
     name, *arguments = shlex.split(command)
@@ -72,7 +81,8 @@ def test_the_command_is_accepted(command):
         _, problems = answers.split(arguments)
         config.parse(problems[0])
     elif name == "check_reward":
-        assert arguments[0] in registry.BUILTIN
+        reward = tyro.cli(check_reward.Flags, args=arguments).reward
+        assert reward in registry.BUILTIN or reward.endswith("DIR")
     else:
         flags = {"evaluate": evaluate, "combine": combine, "compare": compare}[name].Flags
         tyro.cli(flags, args=arguments)
