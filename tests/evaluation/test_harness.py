@@ -87,6 +87,40 @@ def test_flags_that_a_task_does_not_read_are_refused(capsys):
     assert evaluate.main(["builtin:arithmetic", "--max-length", "64"]) == 2
 
 
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+
+
+def test_a_conversation_of_a_task_is_its_text_by_the_template():
+    tokenizer = tokenizers.characters("abcdefgh<>u.", TEMPLATE)
+    assert tokenizer.render_text(CHAT) == "<u>ab<eos><a>cd<eos><a>"
+    assert tokenizer.render_text(CHAT[:1], "ef") == "<u>ab<eos><a>ef"
+    ids = tokenizer.encode(tokenizer.render_text(CHAT[:1]), special=True)
+    assert ids == tokenizer.encode_prompt(CHAT[:1])
+
+
+def test_a_chat_template_needs_tasks_and_a_template(capsys):
+    assert evaluate.main(["builtin:arithmetic", "--apply-chat-template"]) == 2
+    assert "without tasks" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no chat template"):
+        harness.require_chat_template(TOKENIZER)
+
+
+def test_the_harness_asks_by_conversations():
+    pytest.importorskip("lm_eval")
+    tokenizer = tokenizers.characters("abcdefgh<>u.", TEMPLATE)
+    asked = harness._as_lm(made()._replace(tokenizer=tokenizer), 0, is_chat=True)
+    assert asked.chat_template(True) == TEMPLATE
+    text = asked.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert text == "<u>ab<eos><a>cd"
+    context, continuation = asked._encode_pair(text, "ef")
+    assert tokenizer.decode(context, skip_special=False) == text
+    assert continuation == tokenizer.encode("ef")
+
+
 def test_without_the_package_its_name_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(MachineError, match="lm-eval"):

@@ -119,6 +119,9 @@ class EvaluationConfig:
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness to measure, too, or YAML files of one task each, with at most
     --evaluation.rows examples of each; needs the extra [lm-eval]."""
+    apply_chat_template: bool = False
+    """Ask these tasks by conversations, few-shot examples as earlier turns. Otherwise the model
+    continues texts."""
     greedy: bool = True
     """Before and after the run, also evaluate the most likely completions."""
 

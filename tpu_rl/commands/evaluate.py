@@ -126,6 +126,9 @@ class Flags:
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness, or YAML files of one task each; needs the extra [lm-eval].
     --rows is then the largest number of examples of a task."""
+    apply_chat_template: bool = False
+    """--tasks: ask by conversations, few-shot examples as earlier turns; for instruction-tuned
+    models. Otherwise the model continues texts."""
     max_length: int | None = None
     """--tasks: tokens of a text. The default is what the model was trained for, at most 4096."""
     samples: int = 1
@@ -290,9 +293,11 @@ def check(flags: Flags) -> None:
     if flags.max_length is not None and not (flags.tasks and flags.max_length >= 2):
         fix = "use at least 2, with --tasks"
         raise InputError(f"--max-length is {flags.max_length}", where="--max-length", fix=fix)
+    if flags.apply_chat_template:
+        harness.require_tasks(flags.tasks)
     if flags.tasks:
         defaults = Flags("")
-        ours = ("model", "rows", "tasks", "max_length", "tokenizer", "seed")
+        ours = ("model", "rows", "tasks", "apply_chat_template", "max_length", "tokenizer", "seed")
         other = [
             name
             for name in Flags.__dataclass_fields__
@@ -673,6 +678,8 @@ def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) 
     model = language.model
     length = flags.max_length or trained_length(flags.model, config)
     model.config.require_length(length, "--max-length")
+    if flags.apply_chat_template:
+        harness.require_chat_template(language.tokenizer)
     scorer = sampler.text_scorer(models.role(model, lambda tree: tree), mesh)
     measured = harness.evaluate(
         harness.HarnessModel(
@@ -687,6 +694,7 @@ def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) 
         tasks_of_harness,
         flags.rows,
         flags.seed,
+        flags.apply_chat_template,
     )
     table = Table("", "value", "95 % interval", "examples", title=escape(flags.model))
     for name, estimate in measured.items():

@@ -144,7 +144,12 @@ def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
             context.models["policy"].config.vocab.size,
             context.max_length,
         )
-        measured = harness.evaluate(model, tasks_of_harness, config.evaluation.rows)
+        measured = harness.evaluate(
+            model,
+            tasks_of_harness,
+            config.evaluation.rows,
+            apply_chat_template=config.evaluation.apply_chat_template,
+        )
         return harness.as_metrics(measured)
 
     return evaluate

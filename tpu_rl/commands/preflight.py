@@ -91,6 +91,9 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     )
     warnings += check_param_dtype(config, model)
     tokenizer = roles.load_tokenizer(config, directory)
+    if config.evaluation.apply_chat_template:
+        harness.require_tasks(config.evaluation.tasks)
+        harness.require_chat_template(tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
     warnings += row_checks.check(config, tokenizer, model.config.vocab.size)

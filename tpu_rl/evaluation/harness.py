@@ -10,7 +10,8 @@ The package `lm-eval` (0.4.13) reads tasks, makes prompts and judges answers. It
 Texts are encoded as its class HFLM does: a context that ends with spaces gives them to the
 continuation, and both are encoded as one text. What is too long loses its beginning.
 
-Deviation: chat templates are not used; tasks see the model as one that continues texts.
+With chat templates, the harness makes conversations, few-shot examples as earlier turns. Their
+texts are those of the model's template, in which control tokens are recognized, as HFLM does.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ def load_tasks(names: Sequence[str]) -> Any:
 
 
 def evaluate(
-    model: HarnessModel, tasks: Any, limit: int | None = None, seed: int = 0
+    model: HarnessModel,
+    tasks: Any,
+    limit: int | None = None,
+    seed: int = 0,
+    apply_chat_template: bool = False,
 ) -> dict[str, Estimate]:
     """Return each measure of each task, as "TASK MEASURE", with its 95 % interval.
 
@@ -124,6 +129,7 @@ def evaluate(
         tasks: of `load_tasks`.
         limit: examples of a task; None is all of them.
         seed: of samples, for tasks that draw them.
+        apply_chat_template: ask by conversations. Otherwise the model continues texts.
 
     Raises:
         InputError: if the data of a task cannot be read, or a task asks for what is not here.
@@ -143,10 +149,12 @@ def evaluate(
             "your own with `dataset_path: json`",
         ) from None
     results = lm_eval.simple_evaluate(
-        _as_lm(model, seed),
+        _as_lm(model, seed, apply_chat_template),
         tasks=names,
         task_manager=manager,
         limit=limit,
+        apply_chat_template=apply_chat_template,
+        fewshot_as_multiturn=apply_chat_template,
         log_samples=False,
         bootstrap_iters=RESAMPLES,
     )
@@ -187,7 +195,29 @@ def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     return metrics
 
 
-def _as_lm(model: HarnessModel, seed: int) -> Any:
+def require_tasks(names: Sequence[str]) -> None:
+    """Raise InputError if there are no tasks to apply a chat template to."""
+    if not names:
+        raise InputError(
+            "--apply-chat-template without tasks of lm-evaluation-harness",
+            where="--apply-chat-template",
+            why="other data use the model's chat template whenever it has one",
+            fix="add --tasks (--evaluation.tasks in training), or leave it out",
+        )
+
+
+def require_chat_template(tokenizer: Tokenizer) -> None:
+    """Raise InputError if the tokenizer cannot render conversations."""
+    if not tokenizer.has_chat_template:
+        raise InputError(
+            "the tokenizer has no chat template",
+            where="--apply-chat-template",
+            why="only a chat template turns the examples of a task into conversations",
+            fix="leave the flag out, or give --tokenizer.chat-template FILE",
+        )
+
+
+def _as_lm(model: HarnessModel, seed: int, is_chat: bool) -> Any:
     """Return the model as the class that the harness asks."""
     from lm_eval import utils  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -204,8 +234,20 @@ def _as_lm(model: HarnessModel, seed: int) -> Any:
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
         ) -> list[int]:
+            if is_chat:  # The template writes the beginning of the sequence.
+                return tokenizer.encode(string, special=True)
             prefix = [] if add_special_tokens is False else tokenizer.prefix_ids
             return [*prefix, *tokenizer.encode(string)]
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            messages = [dict(message) for message in chat_history]
+            prefill = "" if add_generation_prompt else messages.pop()["content"]
+            return tokenizer.render_text(messages, prefill)
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return tokenizer.chat_template or ""
 
         def _loglikelihood_tokens(
             self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any

@@ -205,6 +205,23 @@ class Tokenizer:
         text = conversation.render(len(conversation.messages), add_generation_prompt).text
         return self._encode_rendered(text, conversation.mark)
 
+    def render_text(self, messages: list[Message], prefill: str = "") -> str:
+        """Return the text of a conversation up to the assistant's next turn, by the chat template.
+
+        Control tokens are literals, as `encode(text, special=True)` reads them. Those that a
+        message spells cannot be told apart.
+
+        Args:
+            messages: the conversation.
+            prefill: what the assistant's next turn begins with.
+
+        Raises:
+            InputError: if there is no template, or it fails or does not end.
+        """
+        conversation = self._conversation(messages, None)
+        text = conversation.render(len(conversation.messages), True).text
+        return text.replace(conversation.mark or "\0", "") + prefill
+
     def encode_prompt(self, prompt: str | list[Message], tools: Tools | None = None) -> list[int]:
         """Return the ids that a completion continues.
 
