@@ -102,6 +102,41 @@ def test_a_phone_does_not_scroll_sideways(page, run_dir, fragment):
     assert widths == [360, 360]
 
 
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """Return the page of four runs, one of which has a hostile name and one is not finished."""
+    folder = tmp_path_factory.mktemp("several")
+    names = ["first", "second", "a_name_that_is_longer_than_a_phone_is_wide_" * 3, "<img src=x>"]
+    runs = [make_run(folder / name, finished=name != "second") for name in names]
+    file = folder / "comparison.html"
+    file.write_text(report.build_comparison(runs), encoding="utf-8")
+    return file
+
+
+def test_four_runs_have_a_line_each_on_one_page(page, comparison):
+    page.open(comparison)
+    assert page.log == []
+    heights = page.evaluate("[...document.querySelectorAll('.chart')].map(c => c.offsetHeight)")
+    assert len(heights) > 5
+    assert min(heights) > 100
+    assert page.evaluate("document.querySelectorAll('header tr').length") == 5
+    assert "not finished" in page.evaluate("document.querySelector('header').textContent")
+    colors = page.evaluate(
+        "[...new Set([...document.querySelectorAll('.chart')][0].querySelectorAll('.line'))]"
+        ".map(line => getComputedStyle(line).stroke)"
+    )
+    assert len(set(colors)) == len(colors) == 4
+
+
+@pytest.mark.parametrize("width", [1100, 360])
+def test_the_page_of_several_runs_does_not_scroll_sideways(page, comparison, width):
+    page.resize(width)
+    page.open(comparison)
+    widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    page.resize(1100)
+    assert widths[0] <= widths[1] == width  # At a desk the scrollbar takes a part.
+
+
 def test_the_page_is_dark_where_the_system_is(page, run_dir):
     def luminance(selector: str, name: str) -> float:
         color = page.style(selector, name)

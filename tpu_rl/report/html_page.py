@@ -54,7 +54,10 @@ body {
   font-variant-numeric: tabular-nums;
 }
 main { max-width: 1080px; margin: 0 auto; padding: 48px 24px 32px; }
-h1 { font-size: 26px; font-weight: 650; letter-spacing: -0.01em; margin: 0 0 20px; }
+h1 {
+  font-size: 26px; font-weight: 650; letter-spacing: -0.01em; margin: 0 0 20px;
+  overflow-wrap: anywhere;
+}
 h2 {
   font-size: 18px; font-weight: 650; margin: 0 0 14px; padding-top: 18px;
   border-top: 1px solid var(--line);
@@ -133,6 +136,8 @@ th {
 .prompt { color: var(--muted); } .completion { margin: 4px 0 8px; }
 .reward { font-size: 12.5px; color: var(--muted); } .step { float: right; }
 .good, .poor { font-weight: 600; } .good { color: var(--good); } .poor { color: var(--poor); }
+.overview { overflow-x: auto; }
+.overview td { padding: 4px 14px; } .overview td:first-child { overflow-wrap: anywhere; }
 .plain td {
   padding: 7px 0; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere;
 }

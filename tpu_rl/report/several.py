@@ -89,7 +89,8 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
         rows.append(f"<tr>{cells}</tr>")
     heads = "".join(f"<th>{html.escape(head)}</th>" for head in ("run", "steps", *metrics))
     heading = f"<h1>{html.escape(' · '.join(names))}</h1>"
-    return f"<header>{heading}<table><tr>{heads}</tr>{''.join(rows)}</table></header>"
+    table = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
+    return f'<header>{heading}<div class="overview">{table}</div></header>'
 
 
 def _overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
