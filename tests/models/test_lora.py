@@ -17,6 +17,7 @@ from tpu_rl import models, sampler
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.models.config import LORA_A, LORA_B, has_outputs_first
+from tpu_rl.models.decoder import decoder
 from tpu_rl.models.hf import safetensors_files
 from tpu_rl.proofs.tiny import QUICKLY
 from tpu_rl.train import sharding
@@ -90,6 +91,31 @@ def assert_same(first, second):
 
 
 # --- what is computed ---
+
+
+@pytest.mark.slow
+@parametrized(name for name in TARGETS if name not in ("mixtral", "gemma4_moe"))
+def test_each_row_can_have_its_own_adapter(family):
+    one, tokens = adapted(family), tokens_of((3, LENGTH))
+    model = decoder(dataclasses.replace(one.model.config, adapter_rows=3))
+    factors = (1.0, -0.5, 2.0)
+
+    axes = models.split(one.model.axes)[1]
+    by_row = jax.tree.map(
+        lambda leaf, names: jnp.stack([factor * leaf for factor in factors], "layers" in names),
+        one.adapters,
+        axes,
+    )
+    logits = jax.jit(
+        lambda params: model.logits(params, model.hidden(params, tokens, *plain(3))),
+        compiler_options=QUICKLY,
+    )
+    found = logits(models.join(one.base, by_row))
+    for row, factor in enumerate(factors):
+        adapters = jax.tree.map(lambda leaf, factor=factor: factor * leaf, one.adapters)
+        alone = one.logits(models.join(one.base, adapters), tokens)
+        np.testing.assert_allclose(found[row], alone[row], rtol=0, atol=1e-4)
+    assert float(jnp.abs(alone - found).max()) > 0.1
 
 
 @pytest.mark.slow

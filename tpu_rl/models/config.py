@@ -886,6 +886,9 @@ class DecoderConfig:
     outputs, and there is no unembedding. None: a language model."""
     adapters: LoraConfig | None = None
     """Low-rank adapters; `targets` are names of this library. None: no adapters."""
+    adapter_rows: int = 0
+    """Rows of a batch [B, T] that have an adapter each: A and B begin with this axis, after that of
+    layers. 0: all rows have the same. Adapters of experts cannot differ between rows."""
     multimodal: bool = False
     """True if the model was read from one with images (Gemma 3 and 4, Qwen3.5), whose modules have
     other names in transformers."""
@@ -1024,7 +1027,9 @@ class DecoderConfig:
                 "patch_column": self.vision.patch_size,
                 **self.vision.sizes(self.hidden_size),
             }
-        return tuple(sizes[axis] for axis in WEIGHT_AXES[name])
+        shape = tuple(sizes[axis] for axis in WEIGHT_AXES[name])
+        by_row = self.adapter_rows and name.endswith((LORA_A, LORA_B))
+        return (self.adapter_rows, *shape) if by_row else shape
 
     def stored_dtype(self, name: str) -> Any:
         """Return the dtype that the weight `name` is stored in.

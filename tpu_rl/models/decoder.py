@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -182,7 +183,7 @@ def param_shapes(config: DecoderConfig) -> Any:
     """Return the params tree of a decoder with shapes and dtypes in place of arrays."""
     # Shapes do not depend on the kernel, and tracing cuDNN's would require that it is installed.
     config = replace(config, attention=replace(config.attention, kernel="none"))
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    token = jax.ShapeDtypeStruct((config.adapter_rows or 1, 1), jnp.int32)
 
     def init(token: Array) -> Params:
         context = packed_context(config, TokenIndex(token, token, token, token))
@@ -290,15 +291,53 @@ class Weights(nn.Module):
             y = quantization.scaled(y, scale)
         if bias:
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
-        adapter_scale = self.config.adapter_scale(name)
-        if adapter_scale is not None:
-            a, b = self.adapter(name)
-            if is_exact:
-                axes = WEIGHT_AXES[name + LORA_A]
-                y = y + exact.low_rank(equation, x, a, b, adapter_scale, axes)
-            else:
-                y = y + layers.low_rank(x, a, b, adapter_scale)
+        if self.config.adapter_scale(name) is not None:
+            y = y + low_rank(self.config, equation, x, name, *self.adapter(name))
         return checkpoint_name(y, PRODUCT)
+
+
+def low_rank(
+    config: DecoderConfig, equation: str, x: Array, name: str, a: Array, b: Array
+) -> Array:
+    """Return the output of the adapter of a weight for x [B, T, inputs].
+
+    Args:
+        config: the model.
+        equation: the einsum of x and the weight.
+        x: the inputs.
+        name: the weight.
+        a: the adapter's A; with `adapter_rows`, one for each of the B rows.
+        b: the adapter's B, likewise.
+    """
+    scale = config.adapter_scale(name)
+    assert scale is not None
+
+    def of_rows(x: Array, a: Array, b: Array) -> Array:
+        if config.exact:
+            return exact.low_rank(equation, x, a, b, scale, WEIGHT_AXES[name + LORA_A])
+        return layers.low_rank(x, a, b, scale)
+
+    return by_row(config, of_rows, (x,), (a, b))
+
+
+def by_row(
+    config: DecoderConfig,
+    function: Callable[..., Any],
+    inputs: tuple[Array, ...],
+    weights: tuple[Array, ...],
+) -> Any:
+    """Return function(*inputs, *weights), of each row and its own weights with `adapter_rows`.
+
+    Args:
+        config: the model.
+        function: maps inputs [B, ...] and weights to outputs [B, ...].
+        inputs: arrays [B, ...].
+        weights: the same for all rows; with `adapter_rows`, arrays [B, ...] of one for each.
+    """
+    if not config.adapter_rows:
+        return function(*inputs, *weights)
+    outputs = jax.vmap(function)(*(x[:, None] for x in inputs), *weights)
+    return jax.tree.map(lambda y: y[:, 0], outputs)
 
 
 class Layer(Weights):
@@ -541,7 +580,8 @@ class Layer(Weights):
         rope_key = layers.apply_rope(both[..., None, dims.rank :], angles, interleaved)
         up = self.matrix("latent_up")
         if context.views is None:
-            key, value = latent.expand(latents, rope_key, up, own_dim)
+            expand = functools.partial(latent.expand, own_dim=own_dim)
+            key, value = by_row(self.config, expand, (latents, rope_key), (up,))
             attended = self.attention(
                 query, key.swapaxes(1, 2), value.swapaxes(1, 2), None, context
             )
@@ -552,23 +592,27 @@ class Layer(Weights):
             )
             read_rows = latent.reader(read_cache)
             keys, values = read_rows(0, len(x))
-            absorbed = latent.absorb(query, up, own_dim)
+            absorb = functools.partial(latent.absorb, own_dim=own_dim)
+            absorbed = by_row(self.config, absorb, (query,), (up,))
             attended = self.attention(absorbed, keys, values, read_rows, context)
-            attended = latent.values(attended, up, own_dim)
+            read_values = functools.partial(latent.values, own_dim=own_dim)
+            attended = by_row(self.config, read_values, (attended,), (up,))
         return self.linear("bthe,hed->btd", attended, "output", False), cache
 
     def matrix(self, name: str) -> Array:
         """Return a matrix of heads [H, E, inputs] with its adapter added, for products that need it
-        whole."""
+        whole; with `adapter_rows`, one of each row."""
         weight = self.weight(name)
         scale = self.scale(name)
         if scale is not None:
             weight = quantization.scaled(weight, scale[..., None])
         adapter_scale = self.config.adapter_scale(name)
         if adapter_scale is None:
-            return weight
+            rows = (self.config.adapter_rows,) if self.config.adapter_rows else ()
+            return jnp.broadcast_to(weight, (*rows, *weight.shape))
         a, b = self.adapter(name)
-        return weight + adapter_scale * jnp.einsum("lr,rhe->hel", a, b)
+        added = adapter_scale * jnp.einsum("...lr,...rhe->...hel", a, b)
+        return jnp.broadcast_to(weight, added.shape) + added
 
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
@@ -987,17 +1031,12 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
         logits = logits.reshape(*hidden.shape[:-1], -1)
     else:
         logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
-    scale = config.adapter_scale("unembedding")
-    if scale is not None:
+    if config.adapter_scale("unembedding") is not None:
         a = params["unembedding" + LORA_A].astype(config.dtype)
         b = params["unembedding" + LORA_B].astype(config.dtype)
-        if config.exact:
-            rows = hidden.reshape(-1, *hidden.shape[-2:])
-            axes = WEIGHT_AXES["unembedding" + LORA_A]
-            added = exact.low_rank(exact.UNEMBED, rows, a, b, scale, axes)
-            logits += added.reshape(logits.shape)
-        else:
-            logits += layers.low_rank(hidden, a, b, scale)
+        rows = hidden.reshape(-1, *hidden.shape[-2:])
+        added = low_rank(config, exact.UNEMBED, rows, "unembedding", a, b)
+        logits += added.reshape(logits.shape)
     if vocab.logit_scale != 1.0:
         logits *= vocab.logit_scale
     if vocab.softcap is not None:

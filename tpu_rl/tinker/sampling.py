@@ -1,9 +1,8 @@
 """Completions and log-probs of prompts, for many adapters together.
 
 Turns of all clients are decoded in the slots of one sampler for each distribution of tokens. While
-all rows read one adapter, it is joined to the model. Otherwise each row gets its own: the model is
-mapped over rows, with the base's weights shared, so that products with them stay those of all rows
-together.
+all rows read one adapter, it is joined to the model. Otherwise each row gets its own, and products
+with the base's weights stay those of all rows together.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import functools
 import math
 import secrets
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,6 @@ from tpu_rl import models
 from tpu_rl.models.decoder import decoder
 from tpu_rl.rollout.prompts import stop_at
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, Turn, TurnRequest
-from tpu_rl.sampler.cache_ops import row_axis
 from tpu_rl.serving.record import call_key
 from tpu_rl.tinker import wire
 from tpu_rl.tinker.learner import Learner
@@ -68,34 +67,16 @@ class SampleRequest(NamedTuple):
     """The indices of `targets`, if the request has them as compressed rows: (crow, col)."""
 
 
-def policy_of_rows(model: Model) -> Policy:
-    """Return the policy whose params are (base, adapters), with an adapter for each row.
+@functools.cache
+def policy_of_rows(config: models.DecoderConfig, rows: int) -> Policy:
+    """Return the policy of a model whose params are (base, adapters), with an adapter for each row.
 
     The leaves of `adapters` have rows on axis 1 if layers are on axis 0, and on axis 0 otherwise.
-    The same model gives an equal policy.
     """
-    return _policy_of_rows(model.config)
+    model = decoder(replace(config, adapter_rows=rows))
 
-
-@functools.cache
-def _policy_of_rows(config: models.DecoderConfig) -> Policy:
-    model = decoder(config)
-    axes = adapter_row_axes(model)
-
-    def extend(
-        params: Params, cache: Any, tokens: Array, positions: Array, branches: Array, commit: Array
-    ) -> tuple[Array, Any]:
-        base, adapters = params
-        cache_axes = jax.tree.map(row_axis, cache)
-
-        def of_row(adapter: Params, cache: Any, *inputs: Array) -> tuple[Array, Any]:
-            cache = jax.tree.map(jnp.expand_dims, cache, cache_axes)
-            whole = models.join(base, adapter)
-            logits, cache = model.extend(whole, cache, *(x[None] for x in inputs))
-            return logits[0], jax.tree.map(jnp.squeeze, cache, cache_axes)
-
-        mapped = jax.vmap(of_row, (axes, cache_axes, 0, 0, 0, 0), (0, cache_axes))
-        return mapped(adapters, cache, tokens, positions, branches, commit)
+    def extend(params: Params, *inputs: Any) -> tuple[Array, Any]:
+        return model.extend(models.join(*params), *inputs)
 
     return Policy(model.init_cache, extend, model.max_rollback, model.exact)
 
@@ -121,7 +102,6 @@ class RowWeights:
         self._learner = learner
         self._snapshot = snapshot
         self._plain = models.policy(learner.model)
-        self._of_rows = policy_of_rows(learner.model)
         axes = adapter_row_axes(learner.model)
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -161,7 +141,8 @@ class RowWeights:
                 stack = self._put(stack, self._snapshot(name), row)
                 held[row] = name
         self._stacks[len(names)] = (held, stack)
-        return self._of_rows, (self._learner.base_params, stack)
+        policy = policy_of_rows(self._learner.model.config, len(names))
+        return policy, (self._learner.base_params, stack)
 
 
 def sampler_factory(
