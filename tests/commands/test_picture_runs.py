@@ -41,13 +41,9 @@ def test_sampler_and_trainer_agree_on_images_and_the_tower_may_be_frozen(tmp_pat
     assert (second / "model" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "write", [pytest.param(write_gemma, marks=pytest.mark.nightly), write_idefics]
-)
-@pytest.mark.parametrize(
-    "lora", [(), pytest.param(("--model.lora.rank", "4"), marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("write", [write_gemma, write_idefics])
+@pytest.mark.parametrize("lora", [(), ("--model.lora.rank", "4")])
 def test_sampler_and_trainer_agree_for_every_family(tmp_path, write, lora):
     model = tmp_path / "model"
     model.mkdir()
