@@ -119,7 +119,7 @@ def share_devices(
         devices, sampler = split(devices, config.sampling.devices)
     mesh = config.mesh
     if devices[0].platform == "tpu" and mesh == MeshConfig():
-        rows = math.ceil(config.batch.micro_batch_rows / len(devices))
+        rows = math.ceil(config.batch.rows_at_once / len(devices))
         tokens = rows * config.batch.row_length
         mesh = replace(mesh, expert=expert_devices(model.config, len(devices), tokens))
     return Devices(make_mesh(mesh, devices), sampler)

@@ -369,12 +369,16 @@ class ExperimentConfig:
                 "--batch.prompts": self.batch.prompts,
                 "--batch.num-minibatches": self.batch.num_minibatches,
                 "--batch.ppo-epochs": self.batch.ppo_epochs,
-                "--batch.micro-batch-rows": self.batch.micro_batch_rows,
                 "--sampling.max-new-tokens": self.sampling.max_new_tokens,
                 "--sampling.host-sync-steps": self.sampling.host_sync_steps,
             }
         )
-        config_checks.check_not_negative({"--samples.max-per-step": self.samples.max_per_step})
+        config_checks.check_not_negative(
+            {
+                "--samples.max-per-step": self.samples.max_per_step,
+                "--batch.micro-batch-rows": self.batch.micro_batch_rows,
+            }
+        )
         _ = self.reward_terms
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)

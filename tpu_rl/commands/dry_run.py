@@ -375,7 +375,7 @@ def batch_table(config: ExperimentConfig) -> Table:
     prompts_learned = num_kept(batch.prompts, config.rollout.keep_variance_share)
     tokens = prompts_learned * group_tokens // batch.num_minibatches
     rows = math.ceil(tokens / batch.row_length)
-    micro_batches = math.ceil(rows / batch.micro_batch_rows)
+    micro_batches = math.ceil(rows / batch.rows_at_once)
     sizes = {
         "prompts": f"{batch.prompts}",
         "completions per prompt (group size)": f"{batch.group_size}",
@@ -385,7 +385,7 @@ def batch_table(config: ExperimentConfig) -> Table:
         "optimizer steps": f"{batch.num_minibatches} minibatches x {batch.ppo_epochs} epochs",
         "tokens per optimizer step, at most": f"{tokens:,}",
         "packed rows per optimizer step, at most": f"{rows} of {batch.row_length} tokens",
-        "micro-batches, at most": f"{micro_batches} of {batch.micro_batch_rows} rows",
+        "micro-batches, at most": f"{micro_batches} of {batch.rows_at_once} rows",
     }
     table = Table("one step of the run", "", box=None)
     for name, value in sizes.items():

@@ -25,11 +25,12 @@ from tpu_rl.commands import compose, plan_steps, roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.plan_steps import StagePlan
 from tpu_rl.cost_model import CHIPS
+from tpu_rl.losses import log_probs
 from tpu_rl.models import Select
 from tpu_rl.models.attention import decode
 from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.decoder import expert_stacks, param_shapes
-from tpu_rl.planner import decode_time, estimates
+from tpu_rl.planner import decode_time, estimates, update_memory
 from tpu_rl.planner.sampling import copied_weights
 from tpu_rl.planner.steps import chip_bytes
 from tpu_rl.rollout import weights
@@ -37,7 +38,7 @@ from tpu_rl.rollout.weights import require_tensor_parallel
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import SegmentConfig
 from tpu_rl.sampler.config import TensorParallel
-from tpu_rl.train import sharding
+from tpu_rl.train import sharding, update_step
 from tpu_rl.types import Model
 
 TRAIN_MESH = "train-mesh"
@@ -63,8 +64,80 @@ def fit_micro_batch(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Expe
     computes one.
     """
     devices = _row_devices(mesh)
-    rows = math.ceil(config.batch.micro_batch_rows / devices) * devices
+    rows = math.ceil(config.batch.rows_at_once / devices) * devices
     return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
+
+
+UPDATE_MEMORY = 0.95
+"""Share of a device's memory that an update may fill by the estimate."""
+
+MICRO_BATCHES = 16
+"""Micro-batches of a step of full length, at least: the last one is half empty in the mean."""
+
+
+def choose_rows(
+    config: ExperimentConfig, model: Model, mesh: Mesh, memory: int | None
+) -> tuple[ExperimentConfig, str]:
+    """Return the configuration with a value for --batch.micro-batch-rows, and a line about it.
+
+    The number is one row for each of the devices that share rows, twice that, four times ...: the
+    largest whose update fits by estimate, in at least `MICRO_BATCHES` of a step. More rows gather
+    weights and add gradients less often. A number that is given stays. Where the memory is unknown,
+    the number is `BatchConfig.rows_at_once`. The line is empty in both cases.
+    """
+
+    def with_rows(rows: int) -> ExperimentConfig:
+        return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
+
+    if config.batch.micro_batch_rows or memory is None:
+        return with_rows(config.batch.rows_at_once), ""
+    row_devices = _row_devices(mesh)
+    # The kernel is left out: it runs on the device.
+    plain = replace(config, model=replace(config.model, attention="xla"))
+    stages = [plan_steps.plan_stage(plain, stage, mesh, model) for stage in config.stages]
+
+    def needed(rows: int) -> int:
+        return max(_update_bytes(planned, rows // row_devices) for planned in stages)
+
+    texts = math.ceil(config.batch.prompts * config.batch.group_size / config.batch.num_minibatches)
+    length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    rows_of_step = math.ceil(texts / max(1, config.batch.row_length // length))
+    most = max(rows_of_step // MICRO_BATCHES, config.batch.rows_at_once)
+    rows = row_devices
+    while 2 * rows <= most and needed(2 * rows) <= UPDATE_MEMORY * memory:
+        rows *= 2
+    line = (
+        f"micro-batches of {rows} rows: about {needed(rows) / 2**30:.1f} of "
+        f"{memory / 2**30:.1f} GiB a device (--batch.micro-batch-rows)"
+    )
+    return with_rows(rows), line
+
+
+def _update_bytes(planned: StagePlan, rows: int) -> int:
+    """Return the bytes of a device during an update of `rows` rows of its own."""
+    context = planned.context
+    learning = compose.learning(context.config, planned.stage)
+    trained, _ = update_step.partition(planned.state.params, learning.trainable)
+    own_weights = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained)
+    )
+    sizes = context.mesh.shape
+    learners = [
+        context.models[name].config
+        for name, spec in planned.stage.algorithm.roles.items()
+        if spec.trainable and spec.trunk_of is None
+    ]
+    tokens = rows * context.config.batch.row_length // sizes["context"]
+    with jax.sharding.use_abstract_mesh(context.mesh.abstract_mesh):
+        chunks = [
+            log_probs.tokens_at_once(decoder.num_outputs or decoder.vocab.size)
+            for decoder in learners
+        ]
+    state = sum(plan_steps.state_bytes(planned).values())
+    return state + max(
+        update_memory.temporaries(decoder, own_weights, tokens, chunk, sizes)
+        for decoder, chunk in zip(learners, chunks, strict=True)
+    )
 
 
 def notes(
@@ -78,7 +151,7 @@ def notes(
     lines = []
     wanted_rows = config.batch.micro_batch_rows
     rows = fit_micro_batch(config, mesh).batch.micro_batch_rows
-    if rows != wanted_rows:
+    if wanted_rows and rows != wanted_rows:
         devices = _row_devices(mesh)
         lines.append(
             f"micro-batches of {rows} rows, not {wanted_rows}: {devices} devices share them"

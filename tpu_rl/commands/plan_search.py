@@ -57,6 +57,9 @@ def make_plan(
 ) -> Plan:
     """Compile every step of every stage for the target, or only some parts of the stages."""
     mesh, sampler_devices = compose.share_devices(config, target.devices, target.split, model=model)
+    config, rows = meshes.choose_rows(config, model, mesh, target.memory)
+    if rows:
+        say(rows)
     config = meshes.fit_micro_batch(config, mesh)
     if "sampling" in parts:
         config, decoding = meshes.choose_sampling(

@@ -108,6 +108,7 @@ def start(
     if config.dry_run:
         if not gcs.is_address(config.run_dir):
             lock.require_writable(Path(config.run_dir))
+            config = with_recorded_rows(config, Path(config.run_dir))
             require_same_configuration(config, Path(config.run_dir), config.run_dir)
         dry_run.inspect(config)
         return
@@ -115,6 +116,7 @@ def start(
         preemption.watch(leave) as signals,
         open_run_folder(config.run_dir, end_without_lock) as folder,
     ):
+        config = with_recorded_rows(config, folder.path)
         if processes.from_first(lambda: is_finished(config, open_run_dir(config, folder))):
             print(
                 f"this run is finished: {folder.address}/{report.FILE}, "
@@ -173,6 +175,34 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
     configuration.save(config, run_dir / "config.yaml")
     folder.publish_files()
     return run_dir
+
+
+def with_recorded_rows(config: ExperimentConfig, run_dir: Path) -> ExperimentConfig:
+    """Return the configuration with the micro-batches of a run that has begun in the folder, if
+    nothing else says how many rows they have. All processes call it together."""
+    if config.batch.micro_batch_rows:
+        return config
+
+    def recorded() -> int:
+        saved = run_dir / "config.yaml"
+        if not (saved.exists() and (run_dir / "metrics.jsonl").exists()):
+            return 0
+        return configuration.load(saved).batch.micro_batch_rows
+
+    return with_rows(config, processes.from_first(recorded))
+
+
+def with_rows(config: ExperimentConfig, rows: int) -> ExperimentConfig:
+    return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
+
+
+def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
+    """Save the chosen size of micro-batches, with which the run goes on when it is resumed."""
+    path = folder.path / "config.yaml"
+    saved = configuration.load(path)
+    if saved.batch.micro_batch_rows != config.batch.micro_batch_rows:
+        configuration.save(with_rows(saved, config.batch.micro_batch_rows), path)
+        folder.publish_files()
 
 
 def require_same_configuration(config: ExperimentConfig, run_dir: Path, address: str) -> None:
@@ -300,13 +330,18 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     model = roles.from_config(config, roles.model_directory(config))
     devices = compose.share_devices(config, model=model)
     mesh = devices.mesh
+    memory = meshes.device_memory(mesh)
+    config, micro_batches = meshes.choose_rows(config, model, mesh, memory)
+    if processes.index() == 0:
+        record_rows(config, folder)
     names = identity.Identity(
         processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
     )
     config = meshes.fit_micro_batch(config, mesh)
     say = print if processes.index() == 0 else lambda text: None
     say(where_it_runs(config, folder))
-    memory = meshes.device_memory(mesh)
+    if micro_batches:
+        say(micro_batches)
     config, decoding = meshes.choose_sampling(config, model, mesh, memory, devices.sampler)
     if decoding:
         say(decoding)

@@ -123,10 +123,17 @@ class BatchConfig:
     """Tokens per packed row."""
     micro_batch_rows: int = 8
     """Packed rows in memory at once, over all devices. It is rounded up to a number that the
-    devices can share."""
+    devices can share. 0: as many as fit, and at most a sixteenth of a step, so that little of the
+    last micro-batch is empty; where the memory of a device is not known, as on CPUs, 4. The run
+    records its choice, and goes on with it."""
     share_prefixes: bool = True
     """Store the prompt of a group, and whatever else its completions share, once in a packed row.
     Models with a recurrent state (Qwen3.5) need False, which repeats it for each completion."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """`micro_batch_rows`, or 4 if nothing has chosen it."""
+        return self.micro_batch_rows or 4
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: boo
         mask,
         np.asarray(data.group_id),
         row_length=batch.row_length,
-        micro_batch_rows=batch.micro_batch_rows,
+        micro_batch_rows=batch.rows_at_once,
         minibatches=batch.num_minibatches,
         whole_groups=isinstance(data, Pairs | ScoredCompletions),
         parent=getattr(data, "parent", None),

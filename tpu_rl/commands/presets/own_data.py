@@ -52,7 +52,7 @@ def grpo() -> ExperimentConfig:
         algorithm=GrpoConfig(),
         data=FileData(),
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
-        batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=4),
+        batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=0),
         sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512),
         evaluation=EvaluationConfig(rows=100, interval=20),
         steps=200,

@@ -38,7 +38,7 @@ def gsm8k_grpo() -> ExperimentConfig:
         model=ModelConfig(dtype="bfloat16"),
         reward=("gsm8k",),
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10, beta2=0.95),
-        batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=4),
+        batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=0),
         sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512),
         evaluation=EvaluationConfig(rows=500, interval=50),
         steps=200,

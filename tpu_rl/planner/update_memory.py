@@ -1,0 +1,64 @@
+"""The memory of an update by formula, for runs that choose micro-batches before anything compiles.
+
+A chip with n trained weights of its own holds, beside the train state, with d the hidden size, V
+the words, L the layers, w the weights of a layer that a token meets, and c bytes of the dtype that
+the model computes in:
+
+    n (4 + 2 c)             the gradients of the step, summed in float32; those of a micro-batch;
+                            and the weights in the dtype of the computation
+    2 c (layer + V d)       a layer and the unembedding, gathered, and their gradients
+    8 V tokens              logits in float32 and their gradients, of a chunk of tokens
+    tokens c L d            what enters each layer, which --model.remat full keeps
+    3 tokens c w / d        the products of a layer that is computed again, and their gradients
+
+docs/benchmarks/scaling.md compares it with compiled programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.models import DecoderConfig
+from tpu_rl.models.decoder import param_shapes
+from tpu_rl.planner.estimates import matmul_weights
+from tpu_rl.train import sharding
+
+PRODUCTS_KEPT = {"full": 0.0, "save-dots": 1.0, "none": 3.0}
+"""What --model.remat keeps of each layer, in products of the layer."""
+
+
+def temporaries(
+    config: DecoderConfig, own_weights: int, tokens: int, chunk_tokens: int, sizes: Mapping[str, int]
+) -> int:
+    """Return the bytes that an update takes on a chip beside the train state.
+
+    Args:
+        config: the model that learns; the largest, if there are several.
+        own_weights: trained weights of a chip.
+        tokens: tokens of a chip in one micro-batch.
+        chunk_tokens: the most tokens whose logits a chip holds at once.
+        sizes: mesh axis -> size.
+    """
+    tensor = sizes["tensor"]
+    size = jnp.dtype(config.dtype).itemsize
+    hidden, layers = config.hidden_size, len(config.layer_types)
+    outputs = config.num_outputs or config.vocab.size
+    parts = param_shapes(replace(config, adapters=None))
+    in_layers = sum(
+        leaf.size
+        for name, part in parts.items()
+        if name not in ("embedding", "unembedding")
+        for leaf in jax.tree.leaves(part)
+    )
+    products = (matmul_weights(config) - hidden * outputs) / layers / hidden / tensor
+    kept = layers * (hidden + PRODUCTS_KEPT[config.remat] * products)
+    gathered = (in_layers / layers / sizes["expert"] + hidden * outputs) / tensor
+    if all(sizes[axis] == 1 for axis in sharding.RULES["embed"]):
+        gathered = 0.0
+    logits = 8 * outputs / tensor * min(tokens, chunk_tokens)
+    weights = own_weights * (4 + 2 * size) + 2 * size * gathered
+    return int(weights + logits + size * tokens * (kept + 3 * products))
