@@ -4,14 +4,17 @@ import dataclasses
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.fixtures import several
 from tests.fixtures.decoders import tiny
-from tpu_rl.commands import compose, meshes
+from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.commands import compose, meshes, plan_steps, run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.errors import InputError
+from tpu_rl.planner import update_memory
 from tpu_rl.train import sharding
 
 
@@ -53,6 +56,58 @@ def test_micro_batches_grow_until_devices_divide_them(rows, sizes, expected):
         assert notes == []
     else:
         assert notes == [f"micro-batches of {expected} rows, not {rows}: 16 devices share them"]
+
+
+def test_as_many_rows_are_in_memory_as_fit():
+    """A step of 256 texts of 88 tokens has 128 rows of 256, so a micro-batch has 8 at most."""
+    config = experiment(micro_batch_rows=0)
+    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    model = plan_steps.read_model(config)
+    planned = plan_steps.plan_stage(config, config.stages[0], mesh, model)
+
+    def chosen(memory, rows=0):
+        config, line = meshes.choose_rows(experiment(rows), model, mesh, memory)
+        return config.batch.micro_batch_rows, line
+
+    for rows in (1, 2, 4, 8):
+        assert chosen(meshes.update_bytes(planned, rows) / meshes.UPDATE_MEMORY + 1)[0] == rows
+    rows, line = chosen(2**40)
+    assert (rows, line) == (
+        8,
+        "micro-batches of 8 rows: about 0.0 of 1024.0 GiB a device (--batch.micro-batch-rows)",
+    )
+    assert chosen(1)[0] == 1
+    assert chosen(None) == (4, "")
+    assert chosen(1, rows=3) == (3, "")
+
+
+def test_memory_of_an_update_by_formula():
+    """Two layers of 10,240 weights in products of 40 dimensions, with 80 of norms; 131 words."""
+    decoder = tiny("llama3").model.config
+    alone = dict.fromkeys(sharding.MESH_AXES, 1)
+
+    def bytes_of(sizes, remat="full"):
+        learner = dataclasses.replace(decoder, remat=remat)
+        return update_memory.temporaries(learner, 1000, 10, 6, sizes)
+
+    gradients, logits, kept, layer = 12 * 1000, 8 * 131 * 6, 40 * 2 * 40, 40 * 3 * 256
+    assert bytes_of(alone) == gradients + logits + kept + layer
+    assert bytes_of(alone, "save-dots") == bytes_of(alone) + 40 * 2 * 256
+    # With the last norm, layers have 10,340 weights each.
+    assert bytes_of(alone | {"fsdp": 2}) == bytes_of(alone) + 8 * (10_340 + 131 * 40)
+
+
+def test_a_run_goes_on_with_the_rows_that_it_chose(tmp_path):
+    begun = experiment(micro_batch_rows=0)
+    configuration.save(begun, tmp_path / "config.yaml")
+    run.record_rows(experiment(micro_batch_rows=16), RunFolder(tmp_path))
+    # No step was taken: another size may be chosen.
+    assert run.with_recorded_rows(begun, tmp_path) == begun
+    (tmp_path / "metrics.jsonl").write_text("")
+    resumed = run.with_recorded_rows(begun, tmp_path)
+    assert resumed.batch.micro_batch_rows == 16
+    run.require_same_configuration(resumed, tmp_path, str(tmp_path))
+    assert run.with_recorded_rows(experiment(4), tmp_path) == experiment(4)
 
 
 def test_note_about_heads_names_the_nearest_divisors():

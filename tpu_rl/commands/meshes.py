@@ -65,6 +65,11 @@ def fit_micro_batch(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Expe
     """
     devices = _row_devices(mesh)
     rows = math.ceil(config.batch.rows_at_once / devices) * devices
+    return with_micro_batch(config, rows)
+
+
+def with_micro_batch(config: ExperimentConfig, rows: int) -> ExperimentConfig:
+    """Return the configuration with micro-batches of so many rows."""
     return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
 
 
@@ -85,19 +90,15 @@ def choose_rows(
     weights and add gradients less often. A number that is given stays. Where the memory is unknown,
     the number is `BatchConfig.rows_at_once`. The line is empty in both cases.
     """
-
-    def with_rows(rows: int) -> ExperimentConfig:
-        return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
-
     if config.batch.micro_batch_rows or memory is None:
-        return with_rows(config.batch.rows_at_once), ""
+        return with_micro_batch(config, config.batch.rows_at_once), ""
     row_devices = _row_devices(mesh)
     # The kernel is left out: it runs on the device.
     plain = replace(config, model=replace(config.model, attention="xla"))
     stages = [plan_steps.plan_stage(plain, stage, mesh, model) for stage in config.stages]
 
     def needed(rows: int) -> int:
-        return max(_update_bytes(planned, rows // row_devices) for planned in stages)
+        return max(update_bytes(planned, rows // row_devices) for planned in stages)
 
     texts = math.ceil(config.batch.prompts * config.batch.group_size / config.batch.num_minibatches)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
@@ -110,10 +111,10 @@ def choose_rows(
         f"micro-batches of {rows} rows: about {needed(rows) / 2**30:.1f} of "
         f"{memory / 2**30:.1f} GiB a device (--batch.micro-batch-rows)"
     )
-    return with_rows(rows), line
+    return with_micro_batch(config, rows), line
 
 
-def _update_bytes(planned: StagePlan, rows: int) -> int:
+def update_bytes(planned: StagePlan, rows: int) -> int:
     """Return the bytes of a device during an update of `rows` rows of its own."""
     context = planned.context
     learning = compose.learning(context.config, planned.stage)

@@ -189,11 +189,7 @@ def with_recorded_rows(config: ExperimentConfig, run_dir: Path) -> ExperimentCon
             return 0
         return configuration.load(saved).batch.micro_batch_rows
 
-    return with_rows(config, processes.from_first(recorded))
-
-
-def with_rows(config: ExperimentConfig, rows: int) -> ExperimentConfig:
-    return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
+    return meshes.with_micro_batch(config, processes.from_first(recorded))
 
 
 def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
@@ -201,7 +197,7 @@ def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
     path = folder.path / "config.yaml"
     saved = configuration.load(path)
     if saved.batch.micro_batch_rows != config.batch.micro_batch_rows:
-        configuration.save(with_rows(saved, config.batch.micro_batch_rows), path)
+        configuration.save(meshes.with_micro_batch(saved, config.batch.micro_batch_rows), path)
         folder.publish_files()
 
 

@@ -32,7 +32,11 @@ PRODUCTS_KEPT = {"full": 0.0, "save-dots": 1.0, "none": 3.0}
 
 
 def temporaries(
-    config: DecoderConfig, own_weights: int, tokens: int, chunk_tokens: int, sizes: Mapping[str, int]
+    config: DecoderConfig,
+    own_weights: int,
+    tokens: int,
+    chunk_tokens: int,
+    sizes: Mapping[str, int],
 ) -> int:
     """Return the bytes that an update takes on a chip beside the train state.
 
