@@ -85,6 +85,10 @@ class ModelConfig:
     """Let the update compute the very bits that the sampler did, so that the sampler-trainer gap is
     0 at the first update of a batch, in bfloat16 too. It costs speed; see
     docs/reference/attention.md."""
+    float32_sums: bool = False
+    """Sum products with weights, and their gradients, in float32 where devices share a sum, too, and
+    round once. Without it a bfloat16 model sends and adds partial sums in bfloat16. It costs links
+    and memory; see docs/benchmarks/exactness.md."""
     remat: Literal["full", "save-dots", "none"] = "full"
     """The part of a layer that the backward pass computes again, to save memory. full: everything.
     save-dots: everything but the results of products with weights, and attention's; experts are
@@ -402,7 +406,11 @@ class ExperimentConfig:
         config_checks.check_base_dtype(self.model.lora.base_dtype, self.sampling.weight_dtype)
         if self.model.exact_sampling:
             config_checks.check_exact_sampling(
-                self.sampling, self.mesh.tensor, self.mesh.context, self.model.attention
+                self.sampling,
+                self.mesh.tensor,
+                self.mesh.context,
+                self.model.attention,
+                self.model.float32_sums,
             )
 
     def require_recurrence(self) -> None:

@@ -273,7 +273,11 @@ def check_base_dtype(base_dtype: str, sampled_dtype: str) -> None:
 
 
 def check_exact_sampling(
-    sampling: SamplingConfig, tensor_devices: int, context_devices: int, attention: str
+    sampling: SamplingConfig,
+    tensor_devices: int,
+    context_devices: int,
+    attention: str,
+    float32_sums: bool,
 ) -> None:
     """Check that sampler and trainer can compute the same bits."""
 
@@ -283,6 +287,13 @@ def check_exact_sampling(
             f"exact sampling and {what} do not go together", where=where, why=why, fix=fix
         )
 
+    if float32_sums:
+        refuse(
+            "float32 sums",
+            "--model.float32-sums",
+            "it sums in an order of its own, in float32 in blocks",
+            "leave one of them out",
+        )
     if sampling.kv_cache_dtype == "int8":
         refuse(
             "an int8 cache",

@@ -351,6 +351,14 @@ def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
                 fix="use a dense model, or leave the flag out",
             )
         return models.with_exact_sampling(model)
+    if config.model.float32_sums:
+        if model.config.moe is not None:
+            raise InputError(
+                "products with experts are not summed in float32",
+                where="--model.float32-sums",
+                fix="leave the flag out, or use a dense model",
+            )
+        model = models.with_float32_sums(model)
     if mesh.devices.flat[0].platform == "cpu":
         model = models.with_cpu_cache(model)
     if not has_attention_kernel(config, mesh):

@@ -874,6 +874,9 @@ class DecoderConfig:
     """Compute logits whose bits depend neither on the number of rows nor on that of keys (see
     `models.exact`). Cached and packed tokens then have equal logits. Not for mixtures of experts.
     """
+    float32_sums: bool = False
+    """Sum products with weights in float32, over devices too, and round once (see
+    `layers.float32_einsum`). False: sums over devices are in the compute dtype."""
     moe: MoeConfig | None = None
     """The mixture of experts in each layer. None: layers have an MLP."""
     dense_layers: int = 0

@@ -274,18 +274,19 @@ class Weights(nn.Module):
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
         is_exact = self.config.exact
+        einsum = layers.float32_einsum if self.config.float32_sums else jnp.einsum
         is_nf4 = self.config.weight_dtype == "nf4" and name in QUANTIZED
         if is_nf4 and not is_exact and x.size <= FEW_TOKENS * x.shape[-1]:
             # The whole matrix would be written and read again.
             blocks = quantization.from_nf4(name, self.nf4(name), self.config.dtype)
             equation_of_blocks = quantization.block_equation(equation)
             inputs = x.reshape(*x.shape[:-1], -1, nf4_block(x.shape[-1]))
-            y = layers.product(equation_of_blocks, inputs, blocks)
+            y = layers.product(equation_of_blocks, inputs, blocks, einsum)
         elif is_exact:
             weight = self.weight(name)
             y = exact.product(equation, x, weight, WEIGHT_AXES[name])
         else:
-            y = layers.product(equation, x, self.weight(name))
+            y = layers.product(equation, x, self.weight(name), einsum)
         scale = self.scale(name)
         if scale is not None:
             y = quantization.scaled(y, scale)

@@ -369,6 +369,14 @@ Einsum = Callable[[str, Array, Array], Array]
 """A function that computes what `jnp.einsum` does. Equal ones must be equal as keys of a dict."""
 
 
+def float32_einsum(equation: str, x: Array, weight: Array) -> Array:
+    """Return the einsum, summed in float32 and rounded once to the dtype of x.
+
+    Sums over several devices are float32, too. `product` computes its gradients likewise.
+    """
+    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 def product(equation: str, x: Array, weight: Array, einsum: Einsum = jnp.einsum) -> Array:
     """Return `einsum(equation, x, weight)`, with a gradient that is faster on CPUs.
 
@@ -403,10 +411,11 @@ def _product_backward(
     x, weight, trainable = residuals
     inputs, _, output_axes = equation.partition("->")
     x_axes, _, weight_axes = inputs.partition(",")
-    x_gradient = jnp.einsum(f"{output_axes},{weight_axes}->{x_axes}", gradient, weight)
+    einsum = float32_einsum if einsum is float32_einsum else jnp.einsum
+    x_gradient = einsum(f"{output_axes},{weight_axes}->{x_axes}", gradient, weight)
     if trainable is None:
         return x_gradient, None
-    weight_gradient = jnp.einsum(f"{x_axes},{output_axes}->{weight_axes}", x, gradient)
+    weight_gradient = einsum(f"{x_axes},{output_axes}->{weight_axes}", x, gradient)
     return x_gradient, weight_gradient
 
 

@@ -149,6 +149,11 @@ def with_exact_sampling(model: Model) -> Model:
     return decoder(replace(model.config, attention=attention, exact=True))
 
 
+def with_float32_sums(model: Model) -> Model:
+    """Return the model whose products are summed in float32 (see `DecoderConfig.float32_sums`)."""
+    return decoder(replace(model.config, float32_sums=True))
+
+
 def with_recorded_routing(model: Model) -> Model:
     """Return the mixture of experts that records its routing in the cache, and replays it in packed
     rows (see `DecoderConfig.records_routing`)."""
