@@ -31,7 +31,7 @@ COMMON = {
     "steps": "steps of the run",
     "batch.prompts": "prompts, or demonstrations, per step",
     "batch.group_size": "completions per prompt",
-    "batch.micro_batch_rows": "packed rows in memory; 0: what fits (4 on CPUs)",
+    "batch.micro_batch_rows": "packed rows in memory; 0: 4, or what fits",
     "sampling.max_prompt_tokens": "longer prompts are dropped",
     "sampling.max_new_tokens": "tokens of a completion",
     "sampling.temperature": "",

@@ -123,9 +123,9 @@ class BatchConfig:
     """Tokens per packed row."""
     micro_batch_rows: int = 8
     """Packed rows in memory at once, over all devices. It is rounded up to a number that the
-    devices can share. 0: as many as fit, and at most a sixteenth of a step, so that little of the
-    last micro-batch is empty; where the memory of a device is not known, as on CPUs, 4. The run
-    records its choice, and goes on with it."""
+    devices can share. 0: 4, or a thirty-second of a step of full length if that is more, or as
+    many as fit in memory if that is less; where the memory of a device is not known, as on CPUs, 4.
+    The run records its choice, and goes on with it."""
     share_prefixes: bool = True
     """Store the prompt of a group, and whatever else its completions share, once in a packed row.
     Models with a recurrent state (Qwen3.5) need False, which repeats it for each completion."""

@@ -6,7 +6,7 @@ the model computes in:
 
     n (4 + 2 c)             the gradients of the step, summed in float32; those of a micro-batch;
                             and the weights in the dtype of the computation
-    2 c (layer + V d)       a layer and the unembedding, gathered, and their gradients
+    3 c (layer + V d)       a layer and the unembedding, gathered, the next, and their gradients
     8 V tokens              logits in float32 and their gradients, of a chunk of tokens
     tokens c L d            what enters each layer, which --model.remat full keeps
     3 tokens c w / d        the products of a layer that is computed again, and their gradients
@@ -64,5 +64,5 @@ def temporaries(
     if all(sizes[axis] == 1 for axis in sharding.RULES["embed"]):
         gathered = 0.0
     logits = 8 * outputs / tensor * min(tokens, chunk_tokens)
-    weights = own_weights * (4 + 2 * size) + 2 * size * gathered
+    weights = own_weights * (4 + 2 * size) + 3 * size * gathered
     return int(weights + logits + size * tokens * (kept + 3 * products))
