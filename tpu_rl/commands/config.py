@@ -86,9 +86,9 @@ class ModelConfig:
     0 at the first update of a batch, in bfloat16 too. It costs speed; see
     docs/reference/attention.md."""
     float32_sums: bool = False
-    """Sum products with weights, and their gradients, in float32 where devices share a sum, too, and
-    round once. Without it a bfloat16 model sends and adds partial sums in bfloat16. It costs links
-    and memory; see docs/benchmarks/exactness.md."""
+    """Sum products with weights, and their gradients, in float32, also over devices, and round
+    once. Without it a bfloat16 model sends and adds partial sums in bfloat16. It costs links and
+    memory; see docs/benchmarks/exactness.md."""
     remat: Literal["full", "save-dots", "none"] = "full"
     """The part of a layer that the backward pass computes again, to save memory. full: everything.
     save-dots: everything but the results of products with weights, and attention's; experts are

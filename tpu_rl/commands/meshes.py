@@ -74,11 +74,11 @@ def with_micro_batch(config: ExperimentConfig, rows: int) -> ExperimentConfig:
 
 
 UPDATE_MEMORY = 0.9
-"""Share of a device's memory that an update may fill by the estimate, which is up to 6 % too low."""
+"""Share of a device's memory that an update may fill by the estimate, which may be 6 % too low."""
 
 MICRO_BATCHES = 32
-"""Micro-batches of a step of full length, if each has more than `BatchConfig.rows_at_once` rows. The
-last one is half empty in the mean, which is 5 % of a step whose texts have a third of that."""
+"""Micro-batches of a step of full length, if each has more than `BatchConfig.rows_at_once` rows.
+The last one is half empty in the mean, which is 5 % of a step whose texts have a third of that."""
 
 
 def choose_rows(
@@ -87,9 +87,9 @@ def choose_rows(
     """Return the configuration with a value for --batch.micro-batch-rows, and a line about it.
 
     The number is one row for each of the devices that share rows, twice that, four times ...: the
-    largest whose update fits by estimate, but no more than make `MICRO_BATCHES` of a step. More rows
-    gather weights and add gradients less often. A number that is given stays. Where the memory is unknown,
-    the number is `BatchConfig.rows_at_once`. The line is empty in both cases.
+    largest whose update fits by estimate, but no more than make `MICRO_BATCHES` of a step. More
+    rows gather weights and add gradients less often. A number that is given stays. Where the memory
+    is unknown, the number is `BatchConfig.rows_at_once`. The line is empty in both cases.
     """
     if config.batch.micro_batch_rows or memory is None:
         return with_micro_batch(config, config.batch.rows_at_once), ""
