@@ -83,6 +83,15 @@ def test_a_template_that_reads_parts_gets_them(tokenizer, tmp_path):
     learned = [i for i, weight in zip(ids, weights, strict=True) if weight]
     assert chat.decode(learned, skip_special=False) == "red<eos>"
     assert ids[:PER_IMAGE] == [*range(FIRST, FIRST + PER_IMAGE)]
+    # A template may write another turn than the one that its generation prompt begins.
+    (tmp_path / "template").write_text(template + "{% if add_generation_prompt %}go{% endif %}")
+    chat = tokenizers.configure(tokenizer, tokenizers.TokenizerConfig(str(tmp_path / "template")))
+    messages[1]["content"] = f"red{MARK}"
+    demonstration = chat.encode_demonstration(messages)
+    ids, weights, _ = chat.with_images({"images": [picture()] * 2}, *demonstration)
+    learned = [i for i, weight in zip(ids, weights, strict=True) if weight]
+    assert chat.decode(learned, skip_special=False) == "red<eos>"
+    assert chat.decode(ids, skip_special=False).endswith("see<eos>gored<image><eos>")
 
 
 def test_pixels_are_those_of_the_processor_in_every_form(tokenizer, tmp_path, monkeypatch):

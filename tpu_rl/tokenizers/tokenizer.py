@@ -431,7 +431,7 @@ class Tokenizer:
         """
         mark = conversation.mark
         prompt = conversation.render(index, True).text
-        content = conversation.messages[index].get("content") or ""
+        content = _as_text(conversation.messages[index].get("content"))
         opening = self.thought_opening
         if opening and mark is not None:
             content = content.replace(f"{mark}{THINK}{mark}", THINK)
@@ -445,7 +445,7 @@ class Tokenizer:
         if opening:
             ids = self._encode_marked(content, mark, follows=True)
         else:
-            ids = self.encode(content.replace(mark, "") if mark else content)
+            ids = self._encode_with_images(content.replace(mark, "") if mark else content)
         weights = [0.0] * len(prompt_ids)
         weights += self._turn_weights(prompt_ids + ids, len(prompt_ids), content, mark, message)
         weights.append(message_weight(message))
@@ -486,7 +486,7 @@ class Tokenizer:
         names: dict[str, None] = {}
         for message in conversation.messages:
             for key in conversations.unshown(message, text):
-                answer = str(message.get("content")).rpartition(END_OF_THINK)[2]
+                answer = _as_text(message.get("content")).rpartition(END_OF_THINK)[2]
                 is_thought = key == "content" and conversations.occurs(answer, text)
                 if is_thought and message is conversation.messages[-1]:
                     # `_encode_answer` takes the last answer as it is.
@@ -1173,6 +1173,13 @@ def _in_parts(message: Message) -> Message:
         if text:
             parts.append({"type": "text", "text": text})
     return message | {"content": parts}
+
+
+def _as_text(content: Any) -> str:
+    """Return the text of a content, in which `MARK` stands for an image; undo `_in_parts`."""
+    if isinstance(content, list):
+        return "".join(part.get("text", MARK) for part in content)
+    return str(content or "")
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
