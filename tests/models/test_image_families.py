@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fixtures.qwen_models import config_of
 from tpu_rl import models
+from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
@@ -415,3 +417,40 @@ def test_exact_sampling_is_refused_where_tokens_see_later_ones():
     config = replace(config, model=replace(config.model, exact_sampling=True))
     with pytest.raises(InputError, match="exact sampling is not supported with images"):
         roles.role_models(config, models.from_config(GEMMA, images=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "ids"),
+    [
+        (LLAVA, (19,)),
+        (GEMMA, (17, 18, 19)),
+        (SMOLVLM, (19,)),
+        (config_of("qwen2_5_vl", vision_token_id=94), (90, 91, 92, 93, 94)),
+    ],
+)
+def test_tokens_that_stand_for_images_are_impossible_for_every_role(tmp_path, source, ids):
+    """A sampled one would be read as an image that nobody gave."""
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    flags = ["--model.images"] if source is GEMMA else []
+    config = configuration.parse(["sft", "--model.path", str(tmp_path), *flags])
+    model = roles.from_config(config, tmp_path)
+    assert model.config.vocab.unsampled == ids
+    # A teacher that reads texts has the same impossible tokens, so that divergences are finite.
+    (tmp_path / "teacher").mkdir()
+    text = TEXT | {"model_type": "llama", "vocab_size": model.config.vocab.size}
+    text = source if source is GEMMA else text
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(text))
+    teacher = roles.role_model(config, model, RoleSpec(trainable=False, path=str(tmp_path / "teacher")))
+    assert teacher.config.vocab.unsampled == ids
+    table = np.ones((model.config.vocab.size, 16), np.float32)
+    params = {"embedding": table, "unembedding": table}
+    hidden = jnp.ones((3, 16))
+
+    def log_probs(hidden):
+        return jax.nn.log_softmax(teacher.logits(params, hidden) / 0.1)
+
+    probs = np.exp(np.asarray(log_probs(hidden)))
+    others = np.delete(np.arange(model.config.vocab.size), ids)
+    np.testing.assert_allclose(probs[:, ids], 0.0)
+    np.testing.assert_allclose(probs[:, others], 1 / len(others), rtol=1e-6)
+    assert np.isfinite(jax.grad(lambda hidden: log_probs(hidden).sum())(hidden)).all()

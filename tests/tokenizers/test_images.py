@@ -117,6 +117,9 @@ def test_an_image_may_be_several_runs_of_features_with_text_between(tokenizer):
     assert weights == [1, 0, 0, 0, 0, 0, 1, 0, 0, 1]
     assert reader.collapse(ids) == [1, 20, 4, 21, 4, 9, 4, 7]
     assert reader.count(ids) == 1
+    # Nothing is learned from tokens that the model never writes.
+    reader = dataclasses.replace(reader, unsampled=(4, 9))
+    assert reader.expand([1, 4, 9], [1.0] * 3, [(1,)], list)[1] == [1, 0, 0]
 
 
 def bomb():

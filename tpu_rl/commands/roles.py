@@ -23,7 +23,7 @@ from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.losses import return_distributions
 from tpu_rl.models.attention import cudnn_trial, flash
 from tpu_rl.models.attention.cudnn import unsupported_reason
-from tpu_rl.models.config import DecoderConfig, WeightDtype
+from tpu_rl.models.config import DecoderConfig, WeightDtype, image_tokens
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
@@ -76,6 +76,7 @@ def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
             tower=model.vision,
             around=model.vision.around,
             first_id=model.vocab.size,
+            unsampled=model.vocab.unsampled,
             folder=Path(file or "").parent,
         )
     return configure_tokenizer(config, tokenizer)
@@ -99,13 +100,23 @@ def model_directory(config: ExperimentConfig) -> Path:
 
 
 def from_config(config: ExperimentConfig, directory: Path) -> Model:
-    """Return the model that a directory's config.json describes, in the types of the run."""
-    return models.from_config(
-        directory,
-        dtype=config.model.dtype,
-        param_dtype=config.model.param_dtype,
-        images=config.model.images,
+    """Return the model that a directory's config.json describes, in the types of the run.
+
+    A model that reads images never writes the tokens that stand for them.
+    """
+    return _without_image_tokens(
+        models.from_config(
+            directory,
+            dtype=config.model.dtype,
+            param_dtype=config.model.param_dtype,
+            images=config.model.images,
+        )
     )
+
+
+def _without_image_tokens(model: Model) -> Model:
+    vision = model.config.vision
+    return model if vision is None else models.with_unsampled(model, image_tokens(vision))
 
 
 def load(
@@ -113,7 +124,7 @@ def load(
 ) -> tuple[Model, Params]:
     """Return a model and its weights on the mesh, in the types of the run; matrices in
     `weight_dtype`, if there is one."""
-    return models.load(
+    model, params = models.load(
         path,
         dtype=config.model.dtype,
         param_dtype=config.model.param_dtype,
@@ -121,6 +132,7 @@ def load(
         weight_dtype=weight_dtype,
         images=config.model.images,
     )
+    return _without_image_tokens(model), params
 
 
 def with_base_dtype(config: ExperimentConfig, model: Model) -> Model:
@@ -207,6 +219,8 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
     model = base
     if spec.path is not None:
         model = from_config(config, models.find_configuration(model_path(spec.path)))
+        # Distributions of two roles are compared, so that one token is impossible in both.
+        model = models.with_unsampled(model, base.config.vocab.unsampled)
     if spec.layers is not None:
         model = models.first_layers(model, spec.layers)
     outputs = head_outputs(model, spec)

@@ -40,6 +40,7 @@ from tpu_rl.models.policy import (
     with_quantized_weights,
     with_recorded_routing,
     with_remat,
+    with_unsampled,
 )
 from tpu_rl.models.quantization import quantize_tree
 
@@ -88,4 +89,5 @@ __all__ = [
     "with_quantized_weights",
     "with_recorded_routing",
     "with_remat",
+    "with_unsampled",
 ]

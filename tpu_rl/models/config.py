@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -366,6 +368,8 @@ class VocabConfig:
     """Factor of the logits (Granite)."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap) (Gemma 2)."""
+    unsampled: tuple[int, ...] = ()
+    """Ids of tokens that have probability zero too: those that stand for images in texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -587,6 +591,17 @@ class NormConfig:
     post: bool = False
     """True if a norm ends each branch, before it is added to the residual stream (Gemma 2 and 3,
     GLM-4, OLMo 2 and 3)."""
+
+
+IMAGE_TOKEN = re.compile(r"(image|video|vision(_start|_end)?|boi|eoi)_token_(id|index)")
+"""Names, in config.json, of the tokens that stand for images and videos in texts."""
+
+
+def image_tokens(vision: VisionConfig | QwenVisionConfig) -> set[int]:
+    """Return the ids of the tokens that stand for images and videos in texts, or around them."""
+    source = json.loads(vision.source)
+    named = {token_id for name, token_id in source.items() if IMAGE_TOKEN.fullmatch(name)}
+    return {vision.image_token, *(vision.around or ()), *(named - {None})}
 
 
 @dataclasses.dataclass(frozen=True)

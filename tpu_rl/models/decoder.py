@@ -1021,7 +1021,7 @@ def _no_keys(config: DecoderConfig, x: Array, cache: Any, context: Context) -> L
 def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     """Return logits [..., V] float32 of hidden [..., D], or the outputs [..., K] of a head.
 
-    Ids that are no tokens get the logit `layers.MASKED`.
+    Ids that are no tokens, or are never sampled, get the logit `layers.MASKED`.
     """
     if config.num_outputs:
         return score(params, hidden.astype(config.dtype))
@@ -1042,9 +1042,12 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
         logits *= vocab.logit_scale
     if vocab.softcap is not None:
         logits = vocab.softcap * jnp.tanh(logits / vocab.softcap)
-    if vocab.valid < vocab.size:
-        valid = jnp.broadcast_to(jnp.arange(vocab.size) < vocab.valid, logits.shape)
-        logits = jnp.where(valid, logits, layers.MASKED)
+    if vocab.valid < vocab.size or vocab.unsampled:
+        ids = jnp.arange(vocab.size)
+        valid = ids < vocab.valid
+        for token_id in vocab.unsampled:
+            valid &= ids != token_id
+        logits = jnp.where(jnp.broadcast_to(valid, logits.shape), logits, layers.MASKED)
     return logits
 
 

@@ -8,7 +8,7 @@ its place in the params tree of a run, for algorithms, and `Select` finds a role
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -152,6 +152,13 @@ def with_exact_sampling(model: Model) -> Model:
 def with_float32_sums(model: Model) -> Model:
     """Return the model whose products are summed in float32 (see `DecoderConfig.float32_sums`)."""
     return decoder(replace(model.config, float32_sums=True))
+
+
+def with_unsampled(model: Model, ids: Iterable[int]) -> Model:
+    """Return the model that gives these tokens probability zero, sampled or in packed rows."""
+    vocab = model.config.vocab
+    unsampled = tuple(sorted(token_id for token_id in set(ids) if token_id < vocab.size))
+    return decoder(replace(model.config, vocab=replace(vocab, unsampled=unsampled)))
 
 
 def with_recorded_routing(model: Model) -> Model:

@@ -118,6 +118,8 @@ class ImageReader:
     """The text that chat templates write for an image, if it is not `literal`."""
     folder: str = "."
     """The folder that relative paths start from: that of the data."""
+    unsampled: tuple[int, ...] = ()
+    """Ids that the model never writes, so that nothing is learned from them."""
 
     @property
     def whole_images(self) -> tuple[int, int] | None:
@@ -147,9 +149,10 @@ class ImageReader:
         next_id = self.first_id
         for token_id, weight in zip(ids, weights, strict=True):
             tokens = [token_id]
+            if token_id in (self.token_id, *self.unsampled):
+                weight = 0.0
             if token_id == self.token_id:
                 tokens = []
-                weight = 0.0
                 for run in next(of_images):
                     if isinstance(run, str):
                         tokens += encode(run)

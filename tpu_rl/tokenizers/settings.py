@@ -89,6 +89,7 @@ def with_images(
     first_id: int,
     folder: Path,
     around: tuple[int, int] | None = None,
+    unsampled: tuple[int, ...] = (),
 ) -> Tokenizer:
     """Return the tokenizer of a model that reads images; see `ImageReader` for the arguments.
 
@@ -116,6 +117,7 @@ def with_images(
         tower,
         written=before if tower.gap else literal,
         folder=str(folder),
+        unsampled=unsampled,
     )
     return replace(tokenizer, images=reader)
 
