@@ -440,7 +440,9 @@ def test_tokens_that_stand_for_images_are_impossible_for_every_role(tmp_path, so
     text = TEXT | {"model_type": "llama", "vocab_size": model.config.vocab.size}
     text = source if source is GEMMA else text
     (tmp_path / "teacher" / "config.json").write_text(json.dumps(text))
-    teacher = roles.role_model(config, model, RoleSpec(trainable=False, path=str(tmp_path / "teacher")))
+    teacher = roles.role_model(
+        config, model, RoleSpec(trainable=False, path=str(tmp_path / "teacher"))
+    )
     assert teacher.config.vocab.unsampled == ids
     table = np.ones((model.config.vocab.size, 16), np.float32)
     params = {"embedding": table, "unembedding": table}

@@ -1,5 +1,6 @@
 """Ids and pixels of messages with images, beside those of transformers' processors."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -8,7 +9,10 @@ import pytest
 from PIL import Image
 
 from tests.fixtures.image_models import write_gemma, write_idefics
+from tests.fixtures.qwen_models import write_inputs
 from tpu_rl import models, tokenizers
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers.images import MARK
 
@@ -155,3 +159,46 @@ def test_tiles_are_named_row_by_row(tmp_path):
     assert layout == (*tiles, f"\n\n{fake}<global-img>", 4, fake)
     with pytest.raises(ValueError, match="pads tiles"):
         config.vision.pieces(processed | {"pixel_attention_mask": np.zeros((1, 3, 32, 32))})
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"min_pixels": 64, "max_pixels": 2048},
+        {"size": {"shortest_edge": 64, "longest_edge": 2048}},
+        {},
+    ],
+)
+def test_the_largest_image_is_a_setting_that_the_saved_model_has(tmp_path, file):
+    write_inputs(tmp_path, "qwen2_5_vl")
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4} | file
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    flags = ["sft", "--model.path", str(tmp_path), "--data.path", str(tmp_path / "rows.jsonl")]
+    config = configuration.parse([*flags, "--data.max-pixels", "512", "--data.min-pixels", "64"])
+    tokenizer = roles.load_tokenizer(config, tmp_path)
+    row = {"prompt": MARK, "images": [Image.new("RGB", (64, 32))]}
+    # A feature is 8 x 8 pixels: 32 are scaled to the 8 of 32 x 16 pixels.
+    ids, _, pieces = tokenizer.encode_row(row)
+    assert pieces is not None
+    assert pieces.shape[0] == 8
+    assert tokenizer.row_length(row) == len(ids)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    assert tokenizer.images is not None
+    tokenizer.images.save(saved)
+    (saved / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    reader = dataclasses.replace(tokenizer.images, directory=str(saved), pixels=(None, None))
+    assert reader.layouts(row["images"]) == [(8,)]
+    with pytest.raises(InputError, match="1,000 pixels at least and 512 at most"):
+        tokenizers.with_pixels(tokenizer, (1000, 512))
+
+
+def test_an_image_processor_of_one_size_has_no_largest_image(tmp_path):
+    write_idefics(tmp_path)
+    tokenizer, _ = reader_of(tmp_path)
+    with pytest.raises(InputError, match="no least or most number of pixels") as error:
+        tokenizers.with_pixels(tokenizer, (None, 512))
+    assert "--data.max-pixels" in error.value.where
+    text_only = dataclasses.replace(tokenizer, images=None)
+    with pytest.raises(InputError, match="reads texts only"):
+        tokenizers.with_pixels(text_only, (None, 512))

@@ -97,6 +97,11 @@ class DataFlags:
     templates: tuple[str, ...] = ()
     """Texts with {prompt} in them. All problems are answered once in each of them, and each has a
     line of its own. The default are the run's, one for each problem."""
+    min_pixels: int | None = None
+    """The least pixels that images are scaled to, as in training. The default is the run's, or that
+    of the model's preprocessor_config.json."""
+    max_pixels: int | None = None
+    """The most pixels, in the same way."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +352,8 @@ def load_settings(flags: Flags) -> ExperimentConfig:
         environment=config.environment if flags.environment is None else flags.environment,
         sampling=replace(config.sampling, stop_strings=stop_strings),
     )
-    changes = {"chat": flags.data.chat, "system": flags.data.system}
+    names = ("chat", "system", "min_pixels", "max_pixels")
+    changes = {name: getattr(flags.data, name) for name in names}
     changes = {name: value for name, value in changes.items() if value is not None}
     if flags.data.templates and isinstance(config.data, FileData):
         bare = replace(config.data, templates=(), evaluation_templates=())
@@ -357,7 +363,7 @@ def load_settings(flags: Flags) -> ExperimentConfig:
     if not isinstance(config.data, FileData):
         raise InputError(
             "these problems are plain texts",
-            where=", ".join(f"--data.{name}" for name in changes),
+            where=", ".join(f"--data.{name}" for name in changes).replace("_", "-"),
             why="they are made by a task, not read from a file",
             fix="leave it out, or use a preset that reads a file",
         )

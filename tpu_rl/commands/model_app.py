@@ -17,7 +17,7 @@ from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, SegmentConfig, text_scorer
@@ -25,6 +25,7 @@ from tpu_rl.sampler.conversation_sampler import STEPS_PER_SEGMENT
 from tpu_rl.serving.app import Account, App, Limits
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tokenizers import TokenizerConfig
+from tpu_rl.tokenizers.images import Pixels
 from tpu_rl.types import Params
 
 MOST_IMAGES = 256
@@ -42,16 +43,28 @@ class Sizes(NamedTuple):
     """Tokens that are drawn before anybody sees them."""
 
 
-def settings(model: str, tokenizer: TokenizerConfig, images: bool = False) -> ExperimentConfig:
+def settings(
+    model: str, tokenizer: TokenizerConfig, images: bool = False, pixels: Pixels = (None, None)
+) -> ExperimentConfig:
     """Return the configuration of a run; for a model, that of a preset with `ModelConfig.images`.
 
-    The settings of the tokenizer replace those of the run, unless they are the defaults.
+    The settings of the tokenizer, and the least and the most pixels of images, replace those of the
+    run, unless they are the defaults.
     """
     if remote_run.is_run(model):
         config = configuration.load(remote_run.fetch(model) / remote_run.CONFIG)
     else:
         config = configuration.preset("grpo")
         config = replace(config, model=replace(config.model, images=images))
+    if pixels != (None, None):
+        files = config.data if isinstance(config.data, FileData) else FileData()
+        least, most = pixels
+        files = replace(
+            files,
+            min_pixels=files.min_pixels if least is None else least,
+            max_pixels=files.max_pixels if most is None else most,
+        )
+        config = replace(config, data=files)
     return replace(config, tokenizer=tokenizer) if tokenizer != TokenizerConfig() else config
 
 

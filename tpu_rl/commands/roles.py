@@ -88,6 +88,7 @@ def configure_tokenizer(config: ExperimentConfig, tokenizer: Tokenizer) -> Token
     if isinstance(config.data, FileData):
         files = config.data
         chat = tokenizers.ChatConfig(files.chat, files.system, files.assistant_turns)
+        tokenizer = tokenizers.with_pixels(tokenizer, (files.min_pixels, files.max_pixels))
     return tokenizers.configure(tokenizer, config.tokenizer, chat)
 
 

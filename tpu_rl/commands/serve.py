@@ -76,6 +76,11 @@ class Flags:
     """The default is the run's."""
     images: bool = False
     """Read images with a model directory of Gemma 3, as --model.images in training."""
+    min_pixels: int | None = None
+    """The least pixels that images are scaled to, as --data.min-pixels in training. The default is
+    the run's, or that of the model's preprocessor_config.json."""
+    max_pixels: int | None = None
+    """The most pixels, in the same way."""
     tinker: bool = False
     """Serve the API of Tinker: clients train adapters on the model, and sample from them. Keys must
     begin with tml-."""
@@ -95,7 +100,8 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         server.require_uvicorn()
-        config = model_app.settings(flags.model, flags.tokenizer, flags.images)
+        pixels = (flags.min_pixels, flags.max_pixels)
+        config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
         bound = server.bind(flags.host, flags.port)
         compilation_cache.enable()
         (serve_tinker if flags.tinker else serve)(flags, config, bound)

@@ -97,6 +97,12 @@ class FileData:
     assistant_turns: AssistantTurns = "all"
     """The assistant's messages to learn from in the column `messages` and in completions of
     several messages: all of them, or the last one."""
+    min_pixels: int | None = None
+    """The least pixels that an image is scaled to, for models that read images of any size
+    (Qwen's). The default is that of the model's preprocessor_config.json; the saved model has the
+    new one."""
+    max_pixels: int | None = None
+    """The most pixels, in the same way. Fewer make shorter prompts."""
 
 
 if TYPE_CHECKING:

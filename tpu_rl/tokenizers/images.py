@@ -17,6 +17,7 @@ import base64
 import binascii
 import functools
 import io
+import json
 import re
 import struct
 import warnings
@@ -44,6 +45,11 @@ FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JP
 """Formats that are read. Others run programs (EPS) or are no pictures."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
+
+Pixels = tuple[int | None, int | None]
+"""The least and the most pixels of an image as the tower reads it; None: those of the file."""
+PIXEL_KEYS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+"""Their names in the processor's file, and in its `size`, as newer versions write it."""
 
 Layout = tuple[str | int, ...]
 """The tokens of an image in a text: a number is a run of so many features, and a text has control
@@ -120,6 +126,8 @@ class ImageReader:
     """The folder that relative paths start from: that of the data."""
     unsampled: tuple[int, ...] = ()
     """Ids that the model never writes, so that nothing is learned from them."""
+    pixels: Pixels = (None, None)
+    """The sizes to which images are scaled, in place of those of the processor's file."""
 
     @property
     def whole_images(self) -> tuple[int, int] | None:
@@ -203,7 +211,7 @@ class ImageReader:
         Raises:
             InputError: if one of them is missing, broken or too large.
         """
-        processor = _processor(self.directory)
+        processor = self.processor()
         pieces = []
         layouts = []
         for index, image in enumerate(self.opened(sources)):
@@ -221,7 +229,7 @@ class ImageReader:
         Raises:
             InputError: if one of them is missing, no image, or too large.
         """
-        processor = _processor(self.directory)
+        processor = self.processor()
         layouts = []
         for index, (height, width) in enumerate(self.opened(sources, _size)):
             try:
@@ -238,12 +246,20 @@ class ImageReader:
             for index, source in enumerate(sources)
         ]
 
+    def processor(self) -> Any:
+        """Return the image processor. Raises InputError if there is none, or it scales images to
+        one size whatever `pixels` says."""
+        return _processor(self.directory, self.pixels)
+
     def save(self, directory: Path) -> None:
-        """Copy the files that say how pixels are made."""
+        """Write the files that say how pixels are made."""
         for name in PROCESSOR_FILES:
             file = Path(self.directory) / name
             if file.is_file():
-                (directory / name).write_bytes(file.read_bytes())
+                content = file.read_bytes()
+                if self.pixels != (None, None):
+                    content = _with_pixels(content, self.pixels, name)
+                (directory / name).write_bytes(content)
 
     def _formless(
         self, index: int, count: int, size: tuple[int, int], error: ValueError
@@ -380,9 +396,29 @@ def _bytes_of(source: Any, folder: Path) -> bytes:
     return path.read_bytes()
 
 
+def _with_pixels(content: bytes, pixels: Pixels, name: str) -> bytes:
+    """Return the content of a file of `PROCESSOR_FILES` with other sizes of images."""
+    settings = json.loads(content)
+    # The second file has settings of other processors too, and not always these.
+    inner = settings if name == PROCESSOR_FILES[0] else settings.get("image_processor")
+    if inner is None:
+        return content
+    size = inner.get("size")
+    for value, (key, edge) in zip(pixels, PIXEL_KEYS, strict=True):
+        if value is None:
+            continue
+        in_size = isinstance(size, dict) and edge in size
+        if in_size:
+            size[edge] = value
+        if key in inner or not in_size:
+            inner[key] = value
+    return json.dumps(settings, indent=2).encode()
+
+
 @functools.lru_cache(maxsize=4)
-def _processor(directory: str) -> Any:
-    """Return the image processor of a model's directory. Raises InputError if there is none."""
+def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
+    """Return the image processor of a model's directory. Raises InputError as
+    `ImageReader.processor`."""
     from transformers import AutoImageProcessor
 
     if not any((Path(directory) / name).is_file() for name in PROCESSOR_FILES):
@@ -410,6 +446,30 @@ def _processor(directory: str) -> Any:
             why="the crops would be left out, or the texts around them",
             fix="set do_pan_and_scan to false, as in the published file",
         )
+    changed = {
+        name: value
+        for value, (name, _) in zip(pixels, PIXEL_KEYS, strict=True)
+        if value is not None
+    }
+    where = f"--data.{', --data.'.join(changed).replace('_', '-')}"
+    known = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
+    if not changed.keys() <= known.keys():
+        raise InputError(
+            "the model's image processor has no least or most number of pixels",
+            where=f"{where}; {directory}",
+            why=f"{type(processor).__name__} scales images by other rules",
+            fix="leave it out, or set `size` in preprocessor_config.json",
+        )
+    if changed:
+        processor = type(processor).from_dict(processor.to_dict() | changed)
+        least, most = (processor.size[edge] for _, edge in PIXEL_KEYS)
+        if not 0 < least <= most:
+            raise InputError(
+                f"images cannot have {least:,} pixels at least and {most:,} at most",
+                where=where,
+                why="one of the numbers may be that of preprocessor_config.json",
+                fix="set both --data.min-pixels and --data.max-pixels",
+            )
     if hasattr(processor, "return_row_col_info"):
         processor.return_row_col_info = True  # Texts name the rows and columns of tiles.
     return processor

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers.images import ImageReader, Tower
+from tpu_rl.tokenizers.images import ImageReader, Pixels, Tower
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
 
 MAX_TEMPLATE_BYTES = 1_000_000
@@ -119,6 +119,26 @@ def with_images(
         folder=str(folder),
         unsampled=unsampled,
     )
+    return replace(tokenizer, images=reader)
+
+
+def with_pixels(tokenizer: Tokenizer, pixels: Pixels) -> Tokenizer:
+    """Return the tokenizer of a model that reads images, with other sizes of images.
+
+    Raises:
+        InputError: if its image processor has no such setting, or it reads no images.
+    """
+    if pixels == (None, None):
+        return tokenizer
+    if tokenizer.images is None:
+        raise InputError(
+            "the model reads texts only",
+            where="--data.min-pixels, --data.max-pixels",
+            why="there are no images to scale",
+            fix="leave them out, or use a model that reads images",
+        )
+    reader = replace(tokenizer.images, pixels=pixels)
+    reader.processor()
     return replace(tokenizer, images=reader)
 
 
