@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from PIL import Image
 
 from tests.fixtures.picture_model import picture_tokenizer
 from tpu_rl import tokenizers
@@ -80,6 +81,21 @@ def test_a_run_that_learned_nothing_fails(tmp_path, rows, reason):
             finish.require_learned(tmp_path)
     else:
         finish.require_learned(tmp_path)
+
+
+def test_q_sharp_refuses_rows_with_images_before_the_run(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "<image>red?", "images": ["a.png"], "answer": "1"}))
+    flags = ["--model.path", "builtin:pictures", "--data.path", str(file), "--reward", "pictures"]
+    tokenizer = picture_tokenizer()
+    assert tokenizer.images is not None
+    reader = dataclasses.replace(tokenizer.images, folder=str(tmp_path))
+    tokenizer = dataclasses.replace(tokenizer, images=reader)
+    with pytest.raises(InputError, match="images are not read") as error:
+        row_checks.check(configuration.parse(["q_sharp", *flags]), tokenizer, 46)
+    assert "rows.jsonl:1" in error.value.where
+    row_checks.check(configuration.parse(["ppo", *flags]), tokenizer, 46)
 
 
 def test_pictures_tags_and_choices_that_the_model_does_not_see_are_named(tmp_path):

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.fixtures.echo import TOKENIZER, digit, score_prompts
+from tests.fixtures.picture_model import PER_IMAGE, picture_tokenizer
 from tpu_rl.algorithm_spec import Hint
 from tpu_rl.algos import SelfDistillConfig
 from tpu_rl.commands.config import require_trainable
@@ -14,6 +16,7 @@ from tpu_rl.commands.presets import own_data
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.hints import log_ratios, with_hint
+from tpu_rl.tokenizers.images import MARK
 
 STATE: Any = dataclasses.make_dataclass("State", ["params"])(None)
 HINT = Hint("reference", "solution", "{hint}0{prompt}")
@@ -60,6 +63,30 @@ def test_rewards_are_the_teachers_log_ratios_of_the_same_tokens():
     np.testing.assert_array_equal(result.rollout.scored, [True, True, False, False])
     assert "exceeds the 8 tokens" in result.faults[2]
     np.testing.assert_array_equal(result.rewards, scored.rewards)
+
+
+def test_a_teacher_with_a_hint_sees_the_image_of_the_prompt():
+    tokenizer = picture_tokenizer()
+    assert tokenizer.images is not None
+    first_id = tokenizer.images.first_id
+    scored = score_prompts(["12", "21"], {"digit": digit}, 2)
+    for row in scored.rows:
+        row |= {
+            "prompt": f"{MARK}count red?",
+            "solution": "3",
+            "images": [Image.new("RGB", (8, 8))],
+        }
+
+    def log_probs(params: Any, rows: Any, to_texts: Any) -> Any:
+        texts = to_texts(rows)
+        features = (np.asarray(texts.tokens) >= first_id).sum(1)
+        np.testing.assert_array_equal(features, [PER_IMAGE] * 4)
+        assert texts.images.shape[:2] == (4, 1)
+        return [[np.zeros(count)] for count in np.asarray(texts.action_mask).sum(1)]
+
+    spec = Hint("reference", "solution", "{prompt} {hint}")
+    result = log_ratios(spec, log_probs, tokenizer, 64)(scored, 1, STATE)
+    assert np.asarray(result.rollout.scored).all()
 
 
 def test_settings_that_have_no_place_for_the_hint_are_refused():

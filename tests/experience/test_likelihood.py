@@ -57,6 +57,17 @@ def test_the_reward_is_what_the_completion_adds_to_the_likelihood_of_the_answer(
     np.testing.assert_allclose(likelihood, [0.7, 0, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(result.rewards, scored.rewards + 2 * likelihood, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(result.rollout.rewards).sum(1), result.rewards, rtol=1e-6)
+    # Texts have the images of their prompts.
+    pictures: Any = np.repeat(np.arange(2.0), 2)[:, None, None] * np.ones((4, 1, 3))
+    rollout = dataclasses.replace(scored.rollout, images=pictures)
+    scored = dataclasses.replace(scored, rollout=rollout)
+
+    def log_probs_with_images(params: Any, rows: Sequence[Any], to_texts: Any) -> Any:
+        np.testing.assert_array_equal(to_texts(rows).images[:, 0, 0], [0, 1, 0, 1])
+        return log_probs(params, rows, to_texts)
+
+    again = reference_likelihood(config, log_probs_with_images, TOKENIZER, 8)(scored, 1, STATE)
+    np.testing.assert_array_equal(again.rewards, result.rewards)
 
 
 def rewards_of(form: Any, log_probs: Any, digits: str, answer: str) -> np.ndarray:

@@ -25,6 +25,7 @@ from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
 from tpu_rl.experience.transforms import read_texts, text_of_column
+from tpu_rl.rollout import prompts
 from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
 
@@ -174,6 +175,8 @@ def _check_rows(
     for index in range(num_rows):
         row = rows[index]
         with data.naming_row(rows, index):
+            if spec.source == "q_examples":
+                prompts.refuse_images(row, tokenizer)
             ids = np.asarray(encode(row))
             if starts:
                 text_of_column(row, curriculum.solution_column)

@@ -58,6 +58,7 @@ def sampled_loss(
             "tokens": tokens[numbers],
             "action_mask": action_mask[numbers],
             "group_id": np.arange(len(numbers), dtype=np.int32),
+            "images": None if texts.images is None else np.asarray(texts.images)[numbers],
         }
         return Demonstrations(**arrays)
 

@@ -61,15 +61,16 @@ def log_ratios(
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)
         group = number_of_run(np.asarray(rollout.group_id))
-        prompts = [
-            tokenizer.encode_prompt(
-                with_hint(row["prompt"], text_of_column(row, spec.column), spec.template),
-                row.get("tools"),
-            )
-            for row in scored.rows
-        ]
+        prompts = []
+        for row in scored.rows:
+            hinted = with_hint(row["prompt"], text_of_column(row, spec.column), spec.template)
+            prompts.append(tokenizer.encode_row({**row, "prompt": hinted}))
         texts = [
-            {"ids": [*prompts[group[n]], *tokens[n][mask[n]].tolist()], "answer": mask[n].sum()}
+            {
+                "ids": [*prompts[group[n]].ids, *tokens[n][mask[n]].tolist()],
+                "answer": mask[n].sum(),
+                "images": prompts[group[n]].pieces,
+            }
             for n in range(len(mask))
         ]
         of_texts = log_probs(state.params, texts, lambda some: answer_texts(some, columns))

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.data import Row
+from tpu_rl.data.encoding import stacked_pieces
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform, text_of_column
@@ -56,8 +57,9 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
     """Return texts [N, columns] of which only the answers count.
 
     Args:
-        rows: `ids`, the tokens of a text, and `answer`, how many of the last ones are the answer.
-            A text that is longer than `columns` counts nothing.
+        rows: `ids`, the tokens of a text, `answer`, how many of the last ones are the answer, and
+            `images`, the pieces of the images of `ids`, if there are any. A text that is longer
+            than `columns` counts nothing.
         columns: of the arrays.
     """
     tokens = np.zeros((len(rows), columns), np.int32)
@@ -71,6 +73,7 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
         "tokens": tokens,
         "action_mask": mask,
         "group_id": np.arange(len(rows), dtype=np.int32),
+        "images": stacked_pieces([row.get("images") for row in rows]),
     }
     return Demonstrations(**arrays)
 
@@ -124,9 +127,11 @@ def reference_likelihood(
         prompts = [tokens[start, : mask[start].argmax()].tolist() for start in group_starts]
         mark = tokenizer.encode_continuation(config.mark)
         # First the answers without a completion, one for each group.
+        pieces = rollout.images
+        images = [None if pieces is None else np.asarray(pieces)[start] for start in group_starts]
         texts = [
-            {"ids": [*prompt, *mark, *answer], "answer": len(answer)}
-            for prompt, answer in zip(prompts, answers, strict=True)
+            {"ids": [*prompt, *mark, *answer], "answer": len(answer), "images": shown}
+            for prompt, answer, shown in zip(prompts, answers, images, strict=True)
         ]
         marked = []
         for n, number in enumerate(group):
@@ -136,7 +141,11 @@ def reference_likelihood(
                 marked.append(n)
                 answer = answers[number]
                 texts.append(
-                    {"ids": [*prompts[number], *ids[:end], *answer], "answer": len(answer)}
+                    {
+                        "ids": [*prompts[number], *ids[:end], *answer],
+                        "answer": len(answer),
+                        "images": images[number],
+                    }
                 )
         of_texts = log_probs(state.params, texts, lambda some: answer_texts(some, columns))
         # Then one reward for each completion, group by group. A text that was too long has no

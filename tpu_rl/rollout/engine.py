@@ -64,6 +64,9 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         reader = scorer.tokenizer.images
         table = None
         if reader is not None and any(images is not None for images in pixels):
+            if decoding.policy.with_images is None:
+                for row in request.rows:
+                    prompts.refuse_images(row, scorer.tokenizer)
             token_ids, table = image_prompts.table(token_ids, pixels, reader)
         verified: list[tuple[int, int]] = []
         signals.mark(decoding.purpose, "rollout", request.step)

@@ -30,14 +30,19 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) ->
         InputError: if a prompt has no tokens, more than `max_prompt_tokens`, or images.
     """
     for row in rows:
-        if row.get("images") and tokenizer.images is not None:
-            raise InputError(
-                "prompts with images are not read here",
-                where=f"prompt {as_text(row['prompt'])[:60]!r}",
-                why="Q# and searches read texts",
-                fix="use another algorithm, leave out --search, or drop the images",
-            )
+        refuse_images(row, tokenizer)
     return encode_with_images(rows, tokenizer, max_prompt_tokens)[0]
+
+
+def refuse_images(row: Row, tokenizer: Tokenizer) -> None:
+    """Raise InputError if a row has images, and the model would read them."""
+    if row.get("images") and tokenizer.images is not None:
+        raise InputError(
+            "prompts with images are not read here",
+            where=f"prompt {as_text(row['prompt'])[:60]!r}",
+            why="Q#, its guided policies and searches read texts",
+            fix="use another algorithm, leave out --search or --guide, or drop the images",
+        )
 
 
 def encode_with_images(
