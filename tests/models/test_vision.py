@@ -9,6 +9,7 @@ import pytest
 
 from tpu_rl import models
 from tpu_rl.errors import InputError
+from tpu_rl.models import vision
 from tpu_rl.types import FEATURES
 
 CONFIG = {
@@ -175,3 +176,26 @@ def test_logits_and_gradients_are_transformers(tmp_path, tower, text, other):
     )
     report = loaded[1]
     assert not any(report.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [8, pytest.param(48, marks=pytest.mark.nightly)])
+def test_the_kernel_of_the_tower_computes_the_same_features_and_gradients(size):
+    """With a class token there are 5 patches, or 145: less and more than a block of 128."""
+    tower = CONFIG["vision_config"] | {"image_size": size, "num_hidden_layers": 2}
+    model, params = model_and_params(CONFIG | {"vision_config": tower, "vision_feature_layer": -1})
+    kernel = models.with_attention_kernel(model, "interpreted")
+    pixels = images(2, size=size)
+
+    def value_and_gradient(model):
+        def loss(params):
+            states = vision.features(model.config, params, pixels).states
+            return (states * jnp.sin(jnp.arange(states.size).reshape(states.shape))).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (expected, gradient), (found, found_gradient) = map(value_and_gradient, (model, kernel))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
+    for leaf, same in zip(jax.tree.leaves(found_gradient), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(leaf, same, atol=1e-6 * largest)

@@ -72,6 +72,8 @@ PARAMETERS = {
     "Gemma-2-9B": 9_241_705_984,
     "Gemma-2-27B": 27_227_128_320,
     "Gemma-3-1B": 999_885_952,
+    "Qwen2.5-VL-3B": 3_754_622_976,
+    "Qwen2.5-VL-7B": 8_292_166_656,
     "Gemma-3-4B": 3_880_263_168,
     "Gemma-3-12B": 11_766_034_176,
     "Gemma-3-27B": 27_009_346_304,
@@ -101,7 +103,7 @@ PARAMETERS = {
     "Qwen3.5-9B": 8_953_803_264,
     "Qwen3.5-35B-A3B": 34_660_610_688,
 }
-"""Parameters of each checkpoint; of Gemma 3 and 4 and Qwen3.5 without the vision tower, and
+"""Parameters of each checkpoint, those of Qwen2.5-VL with the tower; of Gemma 3 and 4 and Qwen3.5 without the vision tower, and
 of DeepSeek-V3 with the correction biases. Modules for several tokens at once are left out."""
 
 
@@ -115,6 +117,12 @@ def test_known_models_have_the_parameter_counts_of_their_checkpoints(name):
     model = models.from_config(known_models.SHAPES[name])
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name]
+
+
+def test_a_gemma_3_has_the_parameters_of_its_checkpoint_with_the_tower():
+    model = models.from_config(known_models.SHAPES["Gemma-3-4B"], images=True)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 4_300_079_472
 
 
 def test_known_models_are_found_by_hub_id():
@@ -619,6 +627,7 @@ MODELS = {
     "code": "builtin:gsm8k_scratch",
     "gsm8k": "builtin:gsm8k_scratch",
     "mini_shell": "builtin:mini_shell",
+    "pictures": "builtin:pictures",
     "reasoning_gym": "builtin:gsm8k_scratch",
     "search": "builtin:search",
     "star_graph": "builtin:star_graph",
@@ -705,10 +714,40 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
         (line.step.name, line.step.compiled.memory_error[:300]) for _, line in made.lines
     ]
     assert all(line.estimate and line.estimate.seconds > 0 for _, line in made.lines)
+    names = {line.step.name.partition(" of ")[0] for _, line in made.lines}
     if any(plan_steps.samples(stage) for stage in config.stages):
-        assert {"prefill", "update"} <= {
-            line.step.name.partition(" of ")[0] for _, line in made.lines
-        }
+        assert {"prefill", "update"} <= names
+        assert ("tower" in names) == name.startswith("pictures")
+
+
+READING = [
+    ("Qwen/Qwen2.5-VL-3B-Instruct", ()),
+    ("google/gemma-3-4b-it", ("--model.images",)),
+]
+
+
+@needs_libtpu
+@pytest.mark.nightly
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1"])
+@pytest.mark.parametrize(("model", "flags"), READING, ids=["qwen", "gemma"])
+def test_models_that_read_images_compile_for_a_tpu(topology, model, flags, monkeypatch):
+    """The table of docs/how-to/images.md is of the same flags."""
+    monkeypatch.setattr(sampling, "cache_lengths", lambda most: [most])
+    config = configuration.parse(
+        ["grpo", "--model.path", model, *flags, "--model.dtype", "bfloat16", "--reward", "math"]
+        + ["--sampling.max-prompt-tokens", "1024", "--sampling.max-new-tokens", "1024"]
+        + ["--batch.row-length", "4096", "--batch.micro-batch-rows", "8", "--evaluation.rows", "0"]
+    )
+    chip = CHIPS[topology.partition(":")[0]]
+    target = estimates.Target(topology, tpu_devices(topology), chip, chip.memory)
+    with (
+        jax.default_matmul_precision("default"),
+        plan_steps.known_by_name(config) as known,
+    ):
+        made = plan_search.make_plan(known, target, plan_steps.read_model(known))
+    assert made.fits(target)
+    names = {line.step.name.partition(",")[0] for _, line in made.lines}
+    assert {"tower", "prefill", "decode", "make_batch", "update"} <= names
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,43 @@ def test_four_processes_with_tensor_parallelism_do_too(on_one, tmp_path):
     require_same_step(on_one, one_step(tmp_path, 4, "--mesh.data", "2", "--mesh.tensor", "2"))
 
 
+PICTURES = """
+class Gallery:
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, **row):
+        self.turns = 0
+
+    def step(self, text):
+        import PIL.Image
+
+        self.turns += 1
+        if self.turns == 2:
+            return "", float(len(text) % 3), True, {}
+        color = (40 * (len(text) % 6), 90, 200)
+        image = {"type": "image", "image": PIL.Image.new("RGB", (32, 32), color)}
+        return [image, "\\n"], 0.0, False, {}
+"""
+
+
+@pytest.mark.nightly
+def test_two_processes_converse_about_images_as_one(tmp_path):
+    """Each shows its own episodes' images, which both read."""
+    (tmp_path / "gallery.py").write_text(PICTURES)
+    flags = [
+        *("pictures_look_grpo", "--model.path", "builtin:pictures"),
+        *("--environment", f"{tmp_path / 'gallery.py'}:Gallery", "--environment-limits.no-isolate"),
+        *("--batch.prompts", "4", "--batch.group-size", "4", "--batch.micro-batch-rows", "4"),
+        *("--sampling.max-new-tokens", "40", "--sampling.temperature", "1.5"),
+    ]
+    one = one_step(tmp_path, 1, *flags)
+    first_id = 46
+    features = (one["tokens"] >= first_id).sum(1)
+    assert features.min() < features.max()  # Some episodes have an image of their own.
+    require_same_step(one, one_step(tmp_path, 2, *flags))
+
+
 # --- how it ends ---
 
 MEETING = """

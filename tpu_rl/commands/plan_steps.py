@@ -230,10 +230,11 @@ def _call(
 ) -> SamplerCall:
     config = replace(decoding.config, speculation=Speculation())
     assert config.prompt_length is not None
+    params, tower = _with_images(planned, decoding, prompts)
     return SamplerCall(
         label,
         decoding.policy.policy,
-        decoding.policy.params(planned.state.params),
+        params,
         decoding.policy.mesh,
         config,
         prompts,
@@ -241,7 +242,25 @@ def _call(
         partial_prompts,
         config.max_new_tokens if mean_new_tokens is None else mean_new_tokens,
         times,
+        tower,
     )
+
+
+def _with_images(planned: StagePlan, decoding: Decoding, prompts: int) -> tuple[Params, Any]:
+    """Return the params that a call of the sampler reads, with the features of images that all
+    prompts may have, and the tower that computes these (`SamplerCall.tower`)."""
+    params = decoding.policy.params(planned.state.params)
+    made = decoding.policy.with_images
+    vision = planned.context.language.model.config.vision
+    if made is None or vision is None:
+        return params, None
+    whole = NamedSharding(decoding.policy.mesh, PartitionSpec())
+    max_prompt_tokens = planned.context.config.sampling.max_prompt_tokens
+    count = bucket(prompts * vision.pieces_of_prompt(max_prompt_tokens))
+    images = jax.ShapeDtypeStruct((count, *vision.piece_shape), np.float32, sharding=whole)
+    features = with_shardings(jax.eval_shape(made.compute, params, images), whole)
+    tower = (jax.jit(made.compute), params, images, count * vision.features_per_piece)
+    return made.insert(params, features), tower
 
 
 def _calls_to_learn_from(planned: StagePlan) -> list[SamplerCall]:

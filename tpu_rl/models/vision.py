@@ -21,8 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.models import layers, qwen_vision
+from tpu_rl.models.attention import flash
+from tpu_rl.models.attention.flash_kernels import LANES, FlashConfig
 from tpu_rl.models.config import DecoderConfig, QwenVisionConfig, VisionConfig
-from tpu_rl.models.layers import ACTIVATIONS, TokenIndex
+from tpu_rl.models.layers import ACTIVATIONS, ActivationAxes, TokenIndex
+from tpu_rl.train.sharding import constrain
 from tpu_rl.types import Array, Params
 
 TOP_WEIGHTS = (
@@ -59,6 +62,8 @@ LAYER_WEIGHTS = (
     "vision_down",
     "vision_down_bias",
 )
+AXES = ActivationAxes("rows", None)
+"""Logical axes of patches [I, P, ...]: an image is on one device, as a packed row is."""
 TOP = "vision"
 LAYERS = "vision_layers"
 """The two parts of the params tree. The leaves of the second are stacked over layers."""
@@ -130,12 +135,12 @@ def _clip_features(
         x = jnp.concatenate([first, x], axis=1)
     else:
         x = x + top["vision_patch_bias"][None, None]
-    x = x + top["vision_position"][None]
+    x = constrain(x + top["vision_position"][None], (*AXES, None))
     if vision.has_class:
         x = _layer_norm(vision, x, params[TOP], "vision_first_norm")
 
     def apply_layer(x: Array, weights: Params) -> tuple[Array, None]:
-        return _layer(vision, weights, x), None
+        return _layer(config, vision, weights, x), None
 
     if config.remat != "none":
         apply_layer = jax.checkpoint(apply_layer)
@@ -249,7 +254,9 @@ def two_way(config: DecoderConfig, tokens: Array, queries: TokenIndex) -> TokenI
     return queries._replace(index=jnp.where(place >= 0, last, queries.index))
 
 
-def _layer(vision: VisionConfig, weights: Mapping[str, Array], x: Array) -> Array:
+def _layer(
+    config: DecoderConfig, vision: VisionConfig, weights: Mapping[str, Array], x: Array
+) -> Array:
     """Apply a layer of the tower to x [I, P, E]: attention of all patches to all, and an MLP."""
 
     def linear(x: Array, name: str) -> Array:
@@ -262,12 +269,40 @@ def _layer(vision: VisionConfig, weights: Mapping[str, Array], x: Array) -> Arra
         linear(normed, name).reshape(heads)
         for name in ("vision_query", "vision_key", "vision_value")
     )
-    scores = jnp.einsum("iphd,ikhd->ihpk", query, key, preferred_element_type=jnp.float32)
-    shares = jax.nn.softmax(scores * query.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
-    attended = jnp.einsum("ihpk,ikhd->iphd", shares, value).reshape(x.shape)
-    x = x + linear(attended, "vision_output")
+    if config.attention.kernel in ("tpu", "interpreted"):
+        attended = _flash_attention(config, query, key, value)
+    else:
+        scores = jnp.einsum("iphd,ikhd->ihpk", query, key, preferred_element_type=jnp.float32)
+        shares = jax.nn.softmax(scores * query.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
+        attended = jnp.einsum("ihpk,ikhd->iphd", shares, value)
+    x = x + linear(attended.reshape(x.shape), "vision_output")
     normed = _layer_norm(vision, x, weights, "vision_mlp_norm")
     return x + linear(ACTIVATIONS[vision.activation](linear(normed, "vision_up")), "vision_down")
+
+
+def _flash_attention(config: DecoderConfig, query: Array, key: Array, value: Array) -> Array:
+    """Return the attention [I, P, H, E] of all patches of an image to all, by the kernel of packed
+    rows: the scores of Gemma 3's 4,096 patches would take 1 GiB an image.
+
+    Patches are padded to whole blocks. The padding is a segment of its own.
+    """
+    count, length = query.shape[:2]
+    missing = -length % LANES
+    query, key, value = (
+        jnp.pad(part, ((0, 0), (0, missing), (0, 0), (0, 0))) for part in (query, key, value)
+    )
+    places = jnp.broadcast_to(jnp.arange(length + missing), (count, length + missing))
+    is_padding = places >= length
+    ends = jnp.where(is_padding, length + missing, length)
+    # A query at the end of its segment sees all of it.
+    queries = TokenIndex(ends - 1, places, is_padding + 1, ends)
+    keys = TokenIndex(places, places, is_padding + 1, ends)
+    flash_config = FlashConfig(
+        scale=query.shape[-1] ** -0.5, interpret=config.attention.kernel == "interpreted"
+    )
+    key, value = (part.swapaxes(1, 2) for part in (key, value))
+    attended = flash.flash_attention(query, key, value, queries, keys, flash_config, AXES)
+    return attended[:, :length]
 
 
 def _layer_norm(vision: VisionConfig, x: Array, weights: Mapping[str, Array], name: str) -> Array:

@@ -125,6 +125,41 @@ def _gemma3(
     )
 
 
+def _with_siglip(text: dict[str, Any]) -> dict[str, Any]:
+    """Return a Gemma 3 with the tower that --model.images reads."""
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+    }
+    return {
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": tower,
+        "mm_tokens_per_image": 256,
+    }
+
+
+def _qwen25_vl(sizes: dict[str, Any], tied: bool) -> dict[str, Any]:
+    return sizes | {
+        "model_type": "qwen2_5_vl",
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "tie_word_embeddings": tied,
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "out_hidden_size": sizes["hidden_size"],
+            "num_heads": 16,
+        },
+    }
+
+
 def _gemma4(sizes: dict[str, Any], full_kv_heads: int, **others: Any) -> dict[str, Any]:
     return (
         sizes
@@ -192,6 +227,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "Qwen2.5-14B": _qwen(2, _sizes(5120, 13_824, 48, 40, 8, 152_064), tied=False),
     "Qwen2.5-32B": _qwen(2, _sizes(5120, 27_648, 64, 40, 8, 152_064), tied=False),
     "Qwen2.5-72B": _qwen(2, _sizes(8192, 29_568, 80, 64, 8, 152_064), tied=False),
+    "Qwen2.5-VL-3B": _qwen25_vl(_sizes(2048, 11_008, 36, 16, 2, 151_936), tied=True),
+    "Qwen2.5-VL-7B": _qwen25_vl(_sizes(3584, 18_944, 28, 28, 4, 152_064), tied=False),
     "Qwen3-0.6B": _qwen(3, _sizes(1024, 3072, 28, 16, 8, 151_936), tied=True),
     "Qwen3-1.7B": _qwen(3, _sizes(2048, 6144, 28, 16, 8, 151_936), tied=True),
     "Qwen3-4B": _qwen(3, _sizes(2560, 9728, 36, 32, 8, 151_936), tied=True),
@@ -211,14 +248,20 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "Gemma-2-9B": _gemma2(_sizes(3584, 14_336, 42, 16, 8, 256_000)),
     "Gemma-2-27B": _gemma2(_sizes(4608, 36_864, 46, 32, 16, 256_000), head_dim=128, scalar=144),
     "Gemma-3-1B": _gemma3(_sizes(1152, 6912, 26, 4, 1, 262_144), window=512),
-    "Gemma-3-4B": _gemma3(_sizes(2560, 10_240, 34, 8, 4, 262_208), window=1024, factor=8.0),
-    "Gemma-3-12B": _gemma3(_sizes(3840, 15_360, 48, 16, 8, 262_208), window=1024, factor=8.0),
-    "Gemma-3-27B": _gemma3(
-        _sizes(5376, 21_504, 62, 32, 16, 262_208),
-        window=1024,
-        factor=8.0,
-        head_dim=128,
-        scalar=168,
+    "Gemma-3-4B": _with_siglip(
+        _gemma3(_sizes(2560, 10_240, 34, 8, 4, 262_208), window=1024, factor=8.0)
+    ),
+    "Gemma-3-12B": _with_siglip(
+        _gemma3(_sizes(3840, 15_360, 48, 16, 8, 262_208), window=1024, factor=8.0)
+    ),
+    "Gemma-3-27B": _with_siglip(
+        _gemma3(
+            _sizes(5376, 21_504, 62, 32, 16, 262_208),
+            window=1024,
+            factor=8.0,
+            head_dim=128,
+            scalar=168,
+        )
     ),
     "Gemma-4-E2B": _small_gemma4(_sizes(1536, 6144, 35, 8, 1, 262_144), 5, 20, is_double_wide=True),
     "Gemma-4-E4B": _small_gemma4(_sizes(2560, 10_240, 42, 8, 2, 262_144), 6, 18),

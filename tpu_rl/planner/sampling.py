@@ -1,8 +1,8 @@
 """The sampler's jitted steps compiled for shapes.
 
-These are prefill, of later pools beside full slots too; decoding with two cache lengths; refilling
-slots, between segments and within them; and the growth of the cache. Where a run calls a program
-for several sizes, the largest is planned.
+These are the tower that reads images of prompts; prefill, of later pools beside full slots too;
+decoding with two cache lengths; refilling slots, between segments and within them; and the growth
+of the cache. Where a run calls a program for several sizes, the largest is planned.
 
 Speculative drafts are left out. They are made for few rows only: with them decoding is faster and
 needs hardly more memory.
@@ -53,6 +53,9 @@ class SamplerCall(NamedTuple):
     """Expected tokens of a completion; the maximum where nothing better is known."""
     times: float
     """Calls per step of the run. 0: an evaluation, which is no part of a step."""
+    tower: tuple[Any, Params, jax.ShapeDtypeStruct, int] | None = None
+    """The function that computes the features of the prompts' images, the params and the pieces of
+    images that it reads, and the number of features. None: prompts have no images."""
 
     @property
     def slots(self) -> int:
@@ -123,6 +126,16 @@ def _call_steps(
     waits = rows > call.slots
     prompts = call.pool_prompts
     outputs = _output_shapes(call, rows, config.max_new_tokens)
+    if call.tower is not None:
+        function, *arguments, features = call.tower
+        yield Step(
+            f"tower{call.label}",
+            compile_with(call.mesh, function, *arguments),
+            weight_bytes | {"images": chip_bytes(arguments[1])},
+            call.times,
+            features,
+            call.mesh,
+        )
     prefill, pool = _prefill(call, prompts, call.prompt_tokens, compile_with)
     yield Step(
         f"prefill{call.label}",

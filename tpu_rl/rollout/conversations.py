@@ -15,6 +15,7 @@ turns. The next turn then begins a row of its own, which reads the rewritten his
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from tpu_rl import sampler
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
-from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History
+from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History, without_images
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
@@ -113,7 +114,7 @@ def generate(
     signals.mark(decoding.purpose, "rollout", request.step)
     images = None
     if scorer.tokenizer.images is not None and decoding.policy.with_images is not None:
-        images = ImageTable(scorer.tokenizer, decoding.policy.with_images)
+        images = ImageTable(scorer.tokenizer, decoding.policy.with_images, is_shared=True)
     rewarding = scorer.streaming(request.rows, group_size, step=request.step)
     with (
         decoding.on_its_mesh(),
@@ -137,12 +138,14 @@ def generate(
         ) as episodes,
     ):
         first_turns = _shared(episodes.begin())
+        if images is not None:
+            images.share()
         row_ids = request.first_row_id + np.arange(num_rows)
         run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         conversations = [_Conversation(first_turns[row], keys[row]) for row in range(num_rows)]
         live = _live_sampler(decoding, scorer, params, conversations, images)
-        _converse(decoding, live, conversations, episodes, streaming)
+        _converse(decoding, live, conversations, episodes, streaming, images)
         signals.mark(decoding.purpose, "rewards", request.step)
         results = _shared(episodes.results())
     for conversation in conversations:
@@ -194,6 +197,7 @@ def _converse(
     conversations: list[_Conversation],
     episodes: Episodes,
     streaming: StreamingRewards,
+    images: ImageTable | None,
 ) -> None:
     """Decode turns and wait for answers, until all episodes are over.
 
@@ -211,6 +215,8 @@ def _converse(
                 episodes.on_turn(row, turn.tokens, turn.stopped)
         # Only if no row is decoded there is nothing better to do than to wait.
         answers = _shared(episodes.poll(wait=live.is_idle))
+        if images is not None:
+            images.share()
         signals.between_segments()
         over = {}
         requests = []
@@ -292,14 +298,21 @@ def _shared(values: Mapping[int, Any]) -> dict[int, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, EpisodeResult):
-        return {"result": value._asdict()}
+        images = [base64.b64encode(image).decode() for image in value.images]
+        prompt = value.prompt
+        if not isinstance(prompt, str):
+            prompt = [without_images(message) for message in prompt]
+        return {"result": value._asdict() | {"prompt": prompt, "images": images}}
     return {"history": value} if isinstance(value, History) else value
 
 
 def _restored(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return EpisodeResult(**value["result"]) if "result" in value else History(value["history"])
+    if "result" not in value:
+        return History(value["history"])
+    result = EpisodeResult(**value["result"])
+    return result._replace(images=[base64.b64decode(image) for image in result.images])
 
 
 def _turn_rewards(

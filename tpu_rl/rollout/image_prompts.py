@@ -9,6 +9,7 @@ Conversations get images while they go on. There an image has token ids of its o
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,11 @@ from tpu_rl.models import Select
 from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import ImageReader
+from tpu_rl.train import sharding
 from tpu_rl.types import FEATURES, Model, Params, Rollout
+
+MOST_FEATURES = 1 << 22
+"""Features of the images of one process, of several that share them."""
 
 
 class ImageFeatures(NamedTuple):
@@ -123,11 +128,21 @@ class ImageTable:
 
     Image by image, in the order in which they come, features have the token ids from
     `ImageReader.first_id` on. Equal images have equal ids, so equal ids are equal texts with equal
-    images.
+    images. With several processes, each numbers the images of its own episodes from another number
+    on, and `share` tells all processes of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, features: ImageFeatures, most: int | None = None):
-        """Start without images; keep the last `most` of them, or all."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        features: ImageFeatures,
+        most: int | None = None,
+        is_shared: bool = False,
+    ):
+        """Start without images; keep the last `most` of them, or all.
+
+        With `is_shared`, all processes of a run have such a table and call `share`.
+        """
         assert tokenizer.images is not None
         self._tokenizer = tokenizer
         self._reader = tokenizer.images
@@ -137,7 +152,10 @@ class ImageTable:
         self._images: dict[bytes, _Image] = {}
         """By hash; the one that was placed last comes last."""
         self._starts: dict[bytes, int] = {}
-        self._num_features = 0
+        self._is_shared = is_shared
+        self._num_features = processes.index() * MOST_FEATURES
+        self._new: list[_Image] = []
+        """Images that the other processes do not know yet."""
         self._known: dict[int, tuple[Any, list[int]]] = {}
         """By identity: sources of data rows that many episodes show, and their ids."""
         self._lock = threading.Lock()
@@ -179,11 +197,12 @@ class ImageTable:
         known = self._known.get(id(source))
         if known is not None and known[0] is source and self._most is None:
             return known[1]
-        if processes.count() > 1:
+        if processes.count() > 1 and not self._is_shared:
             raise InputError(
-                "conversations with images run in one process",
+                "agents that send images run in one process",
+                where="--agent",
                 why="each process has its own episodes, and the images of the others are not sent",
-                fix="run on one machine, or leave --environment out",
+                fix="run on one machine, or use --environment",
             )
         row = {"images": [source]}
         ids, _, pieces = self._tokenizer.with_images(row, [self._reader.token_id])
@@ -193,8 +212,17 @@ class ImageTable:
             start = self._starts.setdefault(key, self._num_features)
             count = len(pieces) * self._per_piece
             self._num_features = max(self._num_features, start + count)
-            image = self._images.pop(key, None) or _Image(start, count, pieces)
+            image = self._images.pop(key, None)
+            if image is None:
+                image = _Image(start, count, pieces)
+                self._new.append(image)
             self._images[key] = image
+            if processes.count() > 1 and start % MOST_FEATURES + count > MOST_FEATURES:
+                raise InputError(
+                    f"the images of a process have more than {MOST_FEATURES:,} features",
+                    where="--batch.prompts, --batch.group-size",
+                    fix="take fewer or smaller images at once, or more processes",
+                )
             if self._most is not None and len(self._images) > self._most:
                 del self._images[next(iter(self._images))]
         first_id = self._reader.first_id
@@ -202,6 +230,27 @@ class ImageTable:
         if self._most is None:
             self._known[id(source)] = (source, placed)
         return placed
+
+    def share(self) -> None:
+        """Tell all processes of the images that came since the last call.
+
+        A collective operation: all processes must call it together.
+        """
+        with self._lock:
+            new, self._new = self._new, []
+        if processes.count() == 1:
+            return
+        told = [
+            [image.start, image.pieces.shape, base64.b64encode(image.pieces.tobytes()).decode()]
+            for image in new
+        ]
+        for process, of_process in enumerate(processes.gather(told)):
+            if process == processes.index():
+                continue
+            for start, shape, content in of_process:
+                pieces = np.frombuffer(base64.b64decode(content), np.float32).reshape(shape)
+                with self._lock:
+                    self._images[b"%d" % start] = _Image(start, shape[0] * self._per_piece, pieces)
 
     def read(self, params: Params, tokens: np.ndarray) -> tuple[Params, np.ndarray]:
         """Return the params with the features that tokens [R, C] refer to, and the tokens with ids
@@ -260,7 +309,7 @@ class ImageTable:
             count = len(image.pieces)
             padding = ((0, bucket(count) - count), *((0, 0),) * (image.pieces.ndim - 1))
             made = self._features.compute(params, np.pad(image.pieces, padding))
-            image.features = jax.device_get(made)
+            image.features = sharding.to_host(made)
         return image.features
 
     def with_own_images(self, rollout: Rollout) -> Rollout:
