@@ -103,7 +103,7 @@ PARAMETERS = {
     "Qwen3.5-9B": 8_953_803_264,
     "Qwen3.5-35B-A3B": 34_660_610_688,
 }
-"""Parameters of each checkpoint, those of Qwen2.5-VL with the tower; of Gemma 3 and 4 and Qwen3.5 without the vision tower, and
+"""Parameters of each checkpoint; of Gemma 3 and 4 and Qwen3.5 without the vision tower, and
 of DeepSeek-V3 with the correction biases. Modules for several tokens at once are left out."""
 
 

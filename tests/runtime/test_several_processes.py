@@ -79,7 +79,7 @@ def test_two_processes_converse_about_images_as_one(tmp_path):
     """Each shows its own episodes' images, which both read."""
     (tmp_path / "gallery.py").write_text(PICTURES)
     flags = [
-        *("pictures_look_grpo", "--model.path", "builtin:pictures"),
+        *("pictures_look_grpo", "--model.path", "builtin:pictures", "--model.random-init"),
         *("--environment", f"{tmp_path / 'gallery.py'}:Gallery", "--environment-limits.no-isolate"),
         *("--batch.prompts", "4", "--batch.group-size", "4", "--batch.micro-batch-rows", "4"),
         *("--sampling.max-new-tokens", "40", "--sampling.temperature", "1.5"),
