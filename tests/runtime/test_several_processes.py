@@ -75,6 +75,7 @@ class Gallery:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_two_processes_converse_about_images_as_one(tmp_path):
     """Each shows its own episodes' images, which both read."""
     (tmp_path / "gallery.py").write_text(PICTURES)
@@ -88,7 +89,19 @@ def test_two_processes_converse_about_images_as_one(tmp_path):
     first_id = 46
     features = (one["tokens"] >= first_id).sum(1)
     assert features.min() < features.max()  # Some episodes have an image of their own.
-    require_same_step(one, one_step(tmp_path, 2, *flags))
+    two = one_step(tmp_path, 2, *flags)
+    # A bias of keys, and a norm behind the features, have no gradient but rounding.
+    flat = {
+        name for name in one if name.startswith("gradient") and np.linalg.norm(one[name]) < 1e-6
+    }
+    flat |= {name.replace("gradient", "params") for name in flat}
+    assert {name.rpartition("['")[2] for name in flat} == {
+        "vision_key_bias']",
+        "vision_last_norm']",
+        "vision_last_norm_bias']",
+    }
+    kept = one.keys() - flat
+    require_same_step(*({name: arrays[name] for name in kept} for arrays in (one, two)))
 
 
 # --- how it ends ---
