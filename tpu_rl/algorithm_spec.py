@@ -89,6 +89,21 @@ class PromptValue(NamedTuple):
     """Take the most likely tokens instead of sampling at the run's temperature."""
 
 
+class Opponent(NamedTuple):
+    """Another sampler of each prompt, with whose completions the policy's are compared one by one:
+    the geometric mixture of policy and reference (`sampler.mixture_policy`)."""
+
+    reference_share: float
+    """Share of the reference; 1 is the reference itself, and 0 the policy."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that it samples from."""
+        if self.reference_share == 1:
+            return ("reference",)
+        return ("policy", "reference") if self.reference_share else ("policy",)
+
+
 class Hint(NamedTuple):
     """A text that a teacher sees in the prompt and the policy does not. `Rollout.rewards` holds the
     log-ratio of the two at each token (`experience.hints`)."""
@@ -184,6 +199,9 @@ class ExperienceSpec(NamedTuple):
     for a policy that trains on rollouts."""
     prompt_value: PromptValue | None = None
     """rollouts: value of each prompt that the algorithm needs."""
+    opponent: Opponent | None = None
+    """pairs: it samples the second completion of each pair, whose rows are the policy's and its
+    own. rollouts: the reward of a completion becomes its chance to win less 1/2."""
     acceptance: Acceptance | None = None
     """accepted: which completions are learned from."""
     graded: bool = False

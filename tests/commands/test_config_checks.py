@@ -49,6 +49,15 @@ MISFITS = {
         + ["--sampling.tensor-parallel", "train-mesh"],
         "--sampling.devices, --sampling.tensor-parallel",
     ),
+    "an odd opponent": (["arithmetic_xpo", "--batch.group-size", "5"], "--batch.group-size"),
+    "groups of two models": (
+        ["arithmetic_xpo", "--rollout.dynamic-sampling-rounds", "2"],
+        "--rollout.dynamic-sampling-rounds, --algorithm.pairs",
+    ),
+    "optimism about no one": (
+        ["arithmetic_dpo", "--algorithm.optimism-coef", "0.1"],
+        "--algorithm.optimism-coef",
+    ),
     "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
     "groups of one never differ": (
         ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from tpu_rl import data, models
-from tpu_rl.algorithm_spec import SourceName
+from tpu_rl.algorithm_spec import Opponent, SourceName
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
@@ -61,6 +61,7 @@ from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.sampler_thread import SamplerThread
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
+from tpu_rl.sampler import Speculation
 from tpu_rl.serving import agents
 from tpu_rl.serving.agents import Agent
 from tpu_rl.tokenizers import Tokenizer
@@ -265,6 +266,14 @@ def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -
     return engine(context.config, decoding(context, role, **settings), scorer(context))
 
 
+def opponent_engine(context: RunContext, opponent: Opponent, group_size: int) -> Engine:
+    """Return the engine by which the policy's opponent completes prompts."""
+    own = decoding(context, group_size=group_size, purpose=Purpose.BASELINE)
+    plain = replace(own.config, speculation=Speculation())
+    policy = context.opponent_policy(opponent)
+    return engine(context.config, replace(own, policy=policy, config=plain), scorer(context))
+
+
 # --- where experience comes from ---
 
 
@@ -416,6 +425,9 @@ def batch_transforms(
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))
+    if spec.opponent is not None:
+        size = context.config.batch.group_size
+        chain.append(transforms.chance_to_win(opponent_engine(context, spec.opponent, size)))
     if context.config.rollout.normalize_rewards:
         terms = registry.displayed(context.config.reward_terms)
         chain.append(transforms.normalized_rewards(terms))
@@ -495,6 +507,13 @@ def _step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
 def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     config = context.config
     spec = stage.algorithm.experience
+    if spec.opponent is not None:
+        half = config.batch.group_size // 2
+        return pairs.opposed_pair_source(
+            rollout_engine(context, group_size=half),
+            opponent_engine(context, spec.opponent, half),
+            row_stream(context, stage),
+        )
     if spec.sampled_by is not None:
         return pairs.sampled_pair_source(
             rollout_engine(context, spec.sampled_by),
@@ -830,6 +849,8 @@ def read_for_rollouts(context: RunContext, stage: Stage) -> list[Select]:
     names = list(spec.shares(context.config.batch.prompts))
     if spec.prompt_value is not None:
         names.append(spec.prompt_value.role)
+    if spec.opponent is not None:
+        names.extend(spec.opponent.roles)
     return context.selects(names)
 
 

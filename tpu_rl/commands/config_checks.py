@@ -478,6 +478,34 @@ def check_pairs(
         )
 
 
+def check_opponent(
+    specs: Sequence[ExperienceSpec], batch: BatchConfig, rollout: RolloutConfig, is_judged: bool
+) -> None:
+    """Check that something judges, and that each completion has another one of its prompt."""
+    opposed = [spec for spec in specs if spec.opponent is not None]
+    if opposed and not is_judged:
+        raise InputError(
+            "no reward tells the policy's completions from its opponent's",
+            where="--reward",
+            fix="name one",
+        )
+    if not any(spec.source == "pairs" for spec in opposed):
+        return
+    if batch.group_size % 2:
+        raise InputError(
+            f"{batch.group_size} completions of a prompt are not half the policy's",
+            where="--batch.group-size",
+            why="half of them are the policy's and half the reference's",
+            fix=f"use --batch.group-size {batch.group_size + 1}",
+        )
+    if rollout.dynamic_sampling_rounds:
+        raise InputError(
+            "dynamic sampling compares the completions of one model",
+            where="--rollout.dynamic-sampling-rounds, --algorithm.pairs",
+            fix="use --rollout.dynamic-sampling-rounds 0",
+        )
+
+
 def check_dynamic_sampling(
     rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
 ) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_rl import models, sampler, tokenizers
-from tpu_rl.algorithm_spec import RoleSpec, ScoreReadout
+from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
@@ -27,7 +27,7 @@ from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
-from tpu_rl.sampler import guided_policy
+from tpu_rl.sampler import guided_policy, mixture_policy
 from tpu_rl.tokenizers import Tokenizer, require_same_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params, Policy, Purpose, Role, Roles
@@ -677,6 +677,21 @@ class RunContext(NamedTuple):
             return guided_policy.with_kl_coef(unguided.params(tree), algorithm.kl_coef)
 
         return unguided._replace(params=params)
+
+    def opponent_policy(self, opponent: Opponent) -> RolloutPolicy:
+        """Return the sampler whose completions the policy's are compared with."""
+        if len(opponent.roles) == 1:
+            return self.rollout_policy(opponent.roles[0])
+        if self.models["policy"].config.vision is not None:
+            raise InputError(
+                "a mixture of two models reads no images",
+                where="--algorithm.opponent-mix",
+                why="each of them would have image features of its own",
+                fix="use --algorithm.opponent-mix 1 (the reference) or 0 (the policy)",
+            )
+        policy, reference = map(self.policy, opponent.roles)
+        mixed = mixture_policy.mix(policy, reference, opponent.reference_share)
+        return rollout_policy(mixed, self.selects(opponent.roles), self.sampling_layout)
 
     def unrounded(self) -> RunContext:
         """Return the same with caches and weights as they are computed, so that accuracy is the
