@@ -202,6 +202,8 @@ class ExperienceSpec(NamedTuple):
     opponent: Opponent | None = None
     """pairs: it samples the second completion of each pair, whose rows are the policy's and its
     own. rollouts: the reward of a completion becomes its chance to win less 1/2."""
+    nucleus: float | None = None
+    """rollouts: the policy samples in the top-p nucleus of the role "mask" (`losses.nucleus`)."""
     acceptance: Acceptance | None = None
     """accepted: which completions are learned from."""
     graded: bool = False

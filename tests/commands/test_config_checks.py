@@ -49,6 +49,19 @@ MISFITS = {
         + ["--sampling.tensor-parallel", "train-mesh"],
         "--sampling.devices, --sampling.tensor-parallel",
     ),
+    "a mask that moves in a batch": (
+        ["arithmetic_nlpo", "--batch.num-minibatches", "8"],
+        "--algorithm.mask-every",
+    ),
+    "a mask of an older policy yet": (
+        ["arithmetic_nlpo", "--batch.staleness", "1"],
+        "--algorithm.mask-top-p, --batch.staleness",
+    ),
+    "no mask": (["arithmetic_ppo", "--algorithm.mask-every", "4"], "--algorithm.mask-every"),
+    "a mask of the head alone": (
+        ["arithmetic_nlpo", "--algorithm.critic.trunk", "shared"],
+        "--algorithm.mask-top-p, --algorithm.critic.trunk",
+    ),
     "an odd opponent": (["arithmetic_xpo", "--batch.group-size", "5"], "--batch.group-size"),
     "groups of two models": (
         ["arithmetic_xpo", "--rollout.dynamic-sampling-rounds", "2"],

@@ -301,6 +301,17 @@ def test_a_mixture_is_geometric():
             np.testing.assert_allclose(actual, expected / expected.sum(), rtol=1e-5)
 
 
+def test_a_policy_samples_in_the_nucleus_of_another():
+    """RIGHT has the probability 0.9 of the reference, so that LEFT is outside of 0.85."""
+    params = {"policy": tree_params(0.8)["policy"], "reference": tree_params(0.1)["policy"]}
+    select = [select_policy, lambda params: params["reference"]]
+    policies = [models.policy(state_model(5), one) for one in select]
+    for top_p, expected in ((0.85, [0, 1]), (0.95, [0.8, 0.2])):
+        restricted = mixture_policy.restrict(*policies, top_p, 1.0)
+        actual = next_probabilities(restricted, params, [START])[[LEFT, RIGHT]]
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
 # --- candidates that are left out ---
 
 

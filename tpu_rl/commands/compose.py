@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from tpu_rl import data, models
-from tpu_rl.algorithm_spec import Opponent, SourceName
+from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, SourceName
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
@@ -266,6 +266,14 @@ def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -
     return engine(context.config, decoding(context, role, **settings), scorer(context))
 
 
+def learned_decoding(context: RunContext, spec: ExperienceSpec, role: str = "policy") -> Decoding:
+    """Return the decoding with which a role samples what the algorithm learns from."""
+    plain = decoding(context, role, record_routing=context.config.rollout.replay_routing)
+    if spec.nucleus is None:
+        return plain
+    return replace(plain, policy=context.restricted_policy(spec.nucleus))
+
+
 def opponent_engine(context: RunContext, opponent: Opponent, group_size: int) -> Engine:
     """Return the engine by which the policy's opponent completes prompts."""
     own = decoding(context, group_size=group_size, purpose=Purpose.BASELINE)
@@ -332,11 +340,12 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
 def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
-    engine = rollout_engine(context, record_routing=settings.replay_routing)
+    own = learned_decoding(context, stage.algorithm.experience)
+    answering = engine(context.config, own, scorer(context))
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
-        source = _source_of(context, engine, row_stream(context, stage), chain)
+        source = _source_of(context, answering, row_stream(context, stage), chain)
         return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = prompt_room(context.config, tokenizer)
@@ -346,7 +355,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         settings.curriculum,
         lambda row: tokenizer.row_length(row) <= room,
     )
-    source = _source_of(context, engine, stream, [stream.observe, *chain])
+    source = _source_of(context, answering, stream, [stream.observe, *chain])
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)
@@ -851,6 +860,8 @@ def read_for_rollouts(context: RunContext, stage: Stage) -> list[Select]:
         names.append(spec.prompt_value.role)
     if spec.opponent is not None:
         names.extend(spec.opponent.roles)
+    if spec.nucleus is not None:
+        names.append("mask")
     return context.selects(names)
 
 

@@ -506,6 +506,38 @@ def check_opponent(
         )
 
 
+def check_nucleus(
+    algorithms: Sequence[AlgorithmConfig],
+    batch: BatchConfig,
+    rollout: RolloutConfig,
+    exact_sampling: bool,
+) -> None:
+    """Check that the nucleus in which a batch was sampled is that in which it is learned."""
+    every = [
+        getattr(algorithm, "mask_every", 0)
+        for algorithm in algorithms
+        if algorithm.experience.nucleus is not None
+    ]
+    updates = batch.num_minibatches * batch.ppo_epochs
+    for steps in every:
+        if steps % updates:
+            raise InputError(
+                f"the mask would move within a batch of {updates} updates",
+                where="--algorithm.mask-every",
+                why="a batch is learned with the mask with which it was sampled",
+                fix=f"use a multiple of {updates}",
+            )
+    whys = {
+        "--batch.staleness": (bool(every) and batch.staleness > 0, "the mask may have moved"),
+        "--rollout.partial": (bool(every) and rollout.partial > 0, "the mask may have moved"),
+        "--model.exact-sampling": (
+            bool(every) and exact_sampling,
+            "two models that sample together have no equal bits",
+        ),
+    }
+    _refuse_together("--algorithm.mask-top-p", "the policy cannot be masked", whys)
+
+
 def check_dynamic_sampling(
     rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
 ) -> None:

@@ -682,16 +682,30 @@ class RunContext(NamedTuple):
         """Return the sampler whose completions the policy's are compared with."""
         if len(opponent.roles) == 1:
             return self.rollout_policy(opponent.roles[0])
-        if self.models["policy"].config.vision is not None:
-            raise InputError(
-                "a mixture of two models reads no images",
-                where="--algorithm.opponent-mix",
-                why="each of them would have image features of its own",
-                fix="use --algorithm.opponent-mix 1 (the reference) or 0 (the policy)",
-            )
         policy, reference = map(self.policy, opponent.roles)
         mixed = mixture_policy.mix(policy, reference, opponent.reference_share)
-        return rollout_policy(mixed, self.selects(opponent.roles), self.sampling_layout)
+        return self._rollout_policy_of_two(mixed, opponent.roles, "--algorithm.opponent-mix")
+
+    def restricted_policy(self, top_p: float) -> RolloutPolicy:
+        """Return the policy in the nucleus of the role "mask"."""
+        temperature = self.config.sampling.temperature
+        policy = mixture_policy.restrict(
+            self.policy("policy"), self.policy("mask"), top_p, temperature
+        )
+        return self._rollout_policy_of_two(policy, ("policy", "mask"), "--algorithm.mask-top-p")
+
+    def _rollout_policy_of_two(
+        self, policy: Policy, names: Iterable[str], flag: str
+    ) -> RolloutPolicy:
+        if self.models["policy"].config.vision is not None:
+            raise InputError(
+                "two models that sample together read no images",
+                where=flag,
+                why="each of them would have image features of its own",
+                fix=f"leave {flag} out",
+            )
+        drafter = self.policy(self.drafter) if self.drafter else None
+        return rollout_policy(policy, self.selects(names), self.sampling_layout, drafter)
 
     def unrounded(self) -> RunContext:
         """Return the same with caches and weights as they are computed, so that accuracy is the

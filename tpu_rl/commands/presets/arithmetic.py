@@ -185,6 +185,13 @@ def arithmetic_ppo() -> ExperimentConfig:
     )
 
 
+def arithmetic_nlpo() -> ExperimentConfig:
+    """NLPO (arXiv 2210.01241): `arithmetic_ppo` within the top-p nucleus of an older policy."""
+    base = arithmetic_ppo()
+    assert isinstance(base.algorithm, PpoConfig)
+    return replace(base, algorithm=replace(base.algorithm, mask_top_p=0.9))
+
+
 def arithmetic_vc_ppo() -> ExperimentConfig:
     """VC-PPO (arXiv 2503.01491): `arithmetic_ppo` with a critic that is fitted to Monte-Carlo
     returns.
