@@ -91,7 +91,7 @@ class PromptValue(NamedTuple):
 
 class Opponent(NamedTuple):
     """Another sampler of each prompt, with whose completions the policy's are compared one by one:
-    the geometric mixture of policy and reference (`sampler.mixture_policy`)."""
+    the geometric mixture of policy and reference (`sampler.derived_policies`)."""
 
     reference_share: float
     """Share of the reference; 1 is the reference itself, and 0 the policy."""
@@ -202,6 +202,9 @@ class ExperienceSpec(NamedTuple):
     opponent: Opponent | None = None
     """pairs: it samples the second completion of each pair, whose rows are the policy's and its
     own. rollouts: the reward of a completion becomes its chance to win less 1/2."""
+    adapts_temperature: bool = False
+    """rollouts: the algorithm's state has a factor of the sampling temperature
+    (`controllers.temperature_factor`)."""
     nucleus: float | None = None
     """rollouts: the policy samples in the top-p nucleus of the role "mask" (`losses.nucleus`)."""
     acceptance: Acceptance | None = None

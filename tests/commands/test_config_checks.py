@@ -62,6 +62,14 @@ MISFITS = {
         ["arithmetic_nlpo", "--algorithm.critic.trunk", "shared"],
         "--algorithm.mask-top-p, --algorithm.critic.trunk",
     ),
+    "a temperature that moved": (
+        ["arithmetic_grpo", "--algorithm.sampled-entropy", "0.3", "--rollout.partial", "2"],
+        "--algorithm.sampled-entropy, --rollout.partial",
+    ),
+    "a temperature without a target": (
+        ["arithmetic_grpo", "--algorithm.sampled-entropy-rate", "0.3"],
+        "--algorithm.sampled-entropy-rate",
+    ),
     "an odd opponent": (["arithmetic_xpo", "--batch.group-size", "5"], "--batch.group-size"),
     "groups of two models": (
         ["arithmetic_xpo", "--rollout.dynamic-sampling-rounds", "2"],

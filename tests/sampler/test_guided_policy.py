@@ -21,7 +21,7 @@ from tpu_rl.losses.return_distributions import (
     offset,
 )
 from tpu_rl.proofs import tiny
-from tpu_rl.sampler import decode_loop, guided_policy, mixture_policy, slots
+from tpu_rl.sampler import decode_loop, derived_policies, guided_policy, slots
 from tpu_rl.sampler.guided_policy import guide, with_kl_coef
 from tpu_rl.types import UNREAD, Model, Policy, Purpose
 
@@ -290,8 +290,8 @@ def test_a_mixture_is_geometric():
     select = [select_policy, lambda params: params["reference"]]
     policies = [models.policy(state_model(5), one) for one in select]
     for share in (0.25, 0.5):
-        mixed = mixture_policy.mix(*policies, share)
-        assert mixture_policy.mix(*policies, share) is mixed
+        mixed = derived_policies.mix(*policies, share)
+        assert derived_policies.mix(*policies, share) is mixed
         for tokens, places, first, second in (
             ([START], [LEFT, RIGHT], (0.8, 0.2), (0.1, 0.9)),
             ([START, RIGHT], [RIGHT_GOOD, RIGHT_BAD], (0.5, 0.5), (0.05, 0.95)),
@@ -307,9 +307,17 @@ def test_a_policy_samples_in_the_nucleus_of_another():
     select = [select_policy, lambda params: params["reference"]]
     policies = [models.policy(state_model(5), one) for one in select]
     for top_p, expected in ((0.85, [0, 1]), (0.95, [0.8, 0.2])):
-        restricted = mixture_policy.restrict(*policies, top_p, 1.0)
+        restricted = derived_policies.restrict(*policies, top_p, 1.0)
         actual = next_probabilities(restricted, params, [START])[[LEFT, RIGHT]]
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_a_policy_at_a_temperature_of_the_params():
+    """(0.8, 0.2) at temperature 2 is (2, 1) / 3."""
+    params = {"policy": tree_params(0.8)["policy"], "temperature": jnp.float32(2.0)}
+    tempered = derived_policies.tempered(models.policy(state_model(5), select_policy))
+    actual = next_probabilities(tempered, params, [START])[[LEFT, RIGHT]]
+    np.testing.assert_allclose(actual, [2 / 3, 1 / 3], rtol=1e-5)
 
 
 # --- candidates that are left out ---

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tpu_rl import data, models
 from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, SourceName
-from tpu_rl.algos import ALGORITHMS
+from tpu_rl.algos import ALGORITHMS, controllers
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, fixed_settings
@@ -269,9 +269,11 @@ def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -
 def learned_decoding(context: RunContext, spec: ExperienceSpec, role: str = "policy") -> Decoding:
     """Return the decoding with which a role samples what the algorithm learns from."""
     plain = decoding(context, role, record_routing=context.config.rollout.replay_routing)
-    if spec.nucleus is None:
-        return plain
-    return replace(plain, policy=context.restricted_policy(spec.nucleus))
+    if spec.adapts_temperature:
+        return replace(plain, policy=context.tempered_policy())
+    if spec.nucleus is not None:
+        return replace(plain, policy=context.restricted_policy(spec.nucleus))
+    return plain
 
 
 def opponent_engine(context: RunContext, opponent: Opponent, group_size: int) -> Engine:
@@ -340,12 +342,14 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
 def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
-    own = learned_decoding(context, stage.algorithm.experience)
+    spec = stage.algorithm.experience
+    adapts = spec.adapts_temperature
+    own = learned_decoding(context, spec)
     answering = engine(context.config, own, scorer(context))
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
-        source = _source_of(context, answering, row_stream(context, stage), chain)
+        source = _source_of(context, answering, row_stream(context, stage), chain, adapts)
         return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = prompt_room(context.config, tokenizer)
@@ -355,7 +359,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         settings.curriculum,
         lambda row: tokenizer.row_length(row) <= room,
     )
-    source = _source_of(context, answering, stream, [stream.observe, *chain])
+    source = _source_of(context, answering, stream, [stream.observe, *chain], adapts)
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)
@@ -383,7 +387,11 @@ def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
 
 
 def _source_of(
-    context: RunContext, engine: Engine, stream: data.RowStream, chain: Sequence[Transform]
+    context: RunContext,
+    engine: Engine,
+    stream: data.RowStream,
+    chain: Sequence[Transform],
+    adapts_temperature: bool,
 ) -> Source:
     batch = context.config.batch
     settings = context.config.rollout
@@ -393,7 +401,10 @@ def _source_of(
         thread = _sampler_thread(context, engine)
         return stale_rollouts.stale_source(engine, stream, batch, chain, thread)
     rounds = settings.dynamic_sampling_rounds
-    return rollouts.rollout_source(engine, stream, batch, rounds, chain)
+    source = rollouts.rollout_source(engine, stream, batch, rounds, chain)
+    if not adapts_temperature:
+        return source
+    return rollouts.at_temperature(source, controllers.temperature_factor)
 
 
 def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:

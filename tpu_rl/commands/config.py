@@ -640,7 +640,7 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
     is_judged = bool(config.reward or config.environment or config.agent)
     config_checks.check_opponent(specs, config.batch, config.rollout, is_judged)
-    config_checks.check_nucleus(
+    config_checks.check_changing_sampler(
         algorithms, config.batch, config.rollout, config.model.exact_sampling
     )
     config_checks.check_dynamic_sampling(config.rollout, config.batch, specs)

@@ -506,36 +506,39 @@ def check_opponent(
         )
 
 
-def check_nucleus(
+def check_changing_sampler(
     algorithms: Sequence[AlgorithmConfig],
     batch: BatchConfig,
     rollout: RolloutConfig,
     exact_sampling: bool,
 ) -> None:
-    """Check that the nucleus in which a batch was sampled is that in which it is learned."""
-    every = [
-        getattr(algorithm, "mask_every", 0)
-        for algorithm in algorithms
-        if algorithm.experience.nucleus is not None
-    ]
+    """Check that a batch is learned with the mask and the temperature with which it was sampled."""
     updates = batch.num_minibatches * batch.ppo_epochs
-    for steps in every:
-        if steps % updates:
+    for algorithm in algorithms:
+        spec = algorithm.experience
+        if spec.nucleus is None and not spec.adapts_temperature:
+            continue
+        flag = (
+            "--algorithm.sampled-entropy" if spec.adapts_temperature else "--algorithm.mask-top-p"
+        )
+        every = getattr(algorithm, "mask_every", updates)
+        if every % updates:
             raise InputError(
                 f"the mask would move within a batch of {updates} updates",
                 where="--algorithm.mask-every",
                 why="a batch is learned with the mask with which it was sampled",
                 fix=f"use a multiple of {updates}",
             )
-    whys = {
-        "--batch.staleness": (bool(every) and batch.staleness > 0, "the mask may have moved"),
-        "--rollout.partial": (bool(every) and rollout.partial > 0, "the mask may have moved"),
-        "--model.exact-sampling": (
-            bool(every) and exact_sampling,
-            "two models that sample together have no equal bits",
-        ),
-    }
-    _refuse_together("--algorithm.mask-top-p", "the policy cannot be masked", whys)
+        moved = "it may have moved since a completion began"
+        whys = {
+            "--batch.staleness": (batch.staleness > 0, moved),
+            "--rollout.partial": (rollout.partial > 0, moved),
+            "--model.exact-sampling": (
+                exact_sampling,
+                "the sampler's logits are divided or dropped",
+            ),
+        }
+        _refuse_together(flag, "a sampler that changes cannot be used", whys)
 
 
 def check_dynamic_sampling(

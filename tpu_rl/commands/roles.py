@@ -27,7 +27,7 @@ from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
-from tpu_rl.sampler import guided_policy, mixture_policy
+from tpu_rl.sampler import derived_policies, guided_policy
 from tpu_rl.tokenizers import Tokenizer, require_same_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params, Policy, Purpose, Role, Roles
@@ -683,16 +683,25 @@ class RunContext(NamedTuple):
         if len(opponent.roles) == 1:
             return self.rollout_policy(opponent.roles[0])
         policy, reference = map(self.policy, opponent.roles)
-        mixed = mixture_policy.mix(policy, reference, opponent.reference_share)
+        mixed = derived_policies.mix(policy, reference, opponent.reference_share)
         return self._rollout_policy_of_two(mixed, opponent.roles, "--algorithm.opponent-mix")
 
     def restricted_policy(self, top_p: float) -> RolloutPolicy:
         """Return the policy in the nucleus of the role "mask"."""
         temperature = self.config.sampling.temperature
-        policy = mixture_policy.restrict(
+        policy = derived_policies.restrict(
             self.policy("policy"), self.policy("mask"), top_p, temperature
         )
         return self._rollout_policy_of_two(policy, ("policy", "mask"), "--algorithm.mask-top-p")
+
+    def tempered_policy(self) -> RolloutPolicy:
+        """Return the policy at a temperature that is in the whole params tree; 1 without one."""
+        plain = self.rollout_policy("policy")
+
+        def params(tree: Params) -> Params:
+            return plain.params({derived_policies.TEMPERATURE: jnp.float32(1.0)} | tree)
+
+        return plain._replace(policy=derived_policies.tempered(plain.policy), params=params)
 
     def _rollout_policy_of_two(
         self, policy: Policy, names: Iterable[str], flag: str

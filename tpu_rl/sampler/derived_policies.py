@@ -1,8 +1,9 @@
-"""Two models that sample together, as a `Policy` like any other.
+"""Policies made of others: of two models that sample together, or at another temperature.
 
     mix        log mixture(a) = (1 - s) log policy(a) + s log reference(a), up to normalization:
                the opponent of Nash-MD                            arXiv 2312.00886, section 5
     restrict   the policy in the nucleus of another model: NLPO   `losses.nucleus`
+    tempered   logits over a number in the params, so that one compiled program serves all of them
 
 The temperature is the sampler's and divides the logits that come out.
 """
@@ -31,6 +32,21 @@ def restrict(policy: Policy, mask: Policy, top_p: float, temperature: float) -> 
     return _together(
         policy, mask, lambda own, other: nucleus.restrict(own, other / temperature, top_p, drop)
     )
+
+
+TEMPERATURE = "temperature"
+"""Entry of the whole params tree with the factor of the sampler's temperature."""
+
+
+@functools.cache
+def tempered(policy: Policy) -> Policy:
+    """Return the policy whose logits are divided by params["temperature"]."""
+
+    def extend(params: Params, *rest: Any) -> tuple[Array, Any]:
+        logits, cache = policy.extend(params, *rest)
+        return logits / params[TEMPERATURE], cache
+
+    return policy._replace(extend=extend, exact=False)
 
 
 def _together(first: Policy, second: Policy, combine: Callable[[Array, Array], Array]) -> Policy:
