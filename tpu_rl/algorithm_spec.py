@@ -104,6 +104,14 @@ class Opponent(NamedTuple):
         return ("policy", "reference") if self.reference_share else ("policy",)
 
 
+class TeachersByRow(NamedTuple):
+    """Several teachers, one of which a column of each data row names."""
+
+    column: str
+    names: tuple[str, ...]
+    """The values of the column, in the order of the teachers' numbers."""
+
+
 class Hint(NamedTuple):
     """A text that a teacher sees in the prompt and the policy does not. `Rollout.rewards` holds the
     log-ratio of the two at each token (`experience.hints`)."""
@@ -221,6 +229,8 @@ class ExperienceSpec(NamedTuple):
     """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
     raw_returns: bool = False
     """rollouts: the loss reads returns on their own scale: a threshold, a clip, or their sign."""
+    teachers: TeachersByRow | None = None
+    """completions: which of several teachers a row has (`losses.teachers.TaughtCompletions`)."""
     hint: Hint | None = None
     """rollouts: the teacher whose log-ratios are the rewards of tokens."""
     expert_column: str | None = None

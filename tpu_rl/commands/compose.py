@@ -485,6 +485,7 @@ def _completions(context: RunContext, stage: Stage, params: Params) -> Source:
         spec.shares(batch.prompts).get("policy", 0),
         _demonstrate(context),
         spec.sampled_by,
+        spec.teachers,
     )
 
 
