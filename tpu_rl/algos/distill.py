@@ -97,7 +97,7 @@ class DistillConfig:
     further_teachers: tuple[str, ...] = ()
     """Other teachers, each as NAME=MODEL. A row of the data has the one that `teacher_column`
     names; "teacher" stands for `teacher`."""
-    teacher_column: str = "teacher"
+    teacher_column: str = "teacher_name"
     """Column of the data that names the teacher of a row, if there are several."""
 
     def __post_init__(self):
