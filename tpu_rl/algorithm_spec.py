@@ -89,6 +89,29 @@ class PromptValue(NamedTuple):
     """Take the most likely tokens instead of sampling at the run's temperature."""
 
 
+class Opponent(NamedTuple):
+    """Another sampler of each prompt, with whose completions the policy's are compared one by one:
+    the geometric mixture of policy and reference (`sampler.derived_policies`)."""
+
+    reference_share: float
+    """Share of the reference; 1 is the reference itself, and 0 the policy."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that it samples from."""
+        if self.reference_share == 1:
+            return ("reference",)
+        return ("policy", "reference") if self.reference_share else ("policy",)
+
+
+class TeachersByRow(NamedTuple):
+    """Several teachers, one of which a column of each data row names."""
+
+    column: str
+    names: tuple[str, ...]
+    """The values of the column, in the order of the teachers' numbers."""
+
+
 class Hint(NamedTuple):
     """A text that a teacher sees in the prompt and the policy does not. `Rollout.rewards` holds the
     log-ratio of the two at each token (`experience.hints`)."""
@@ -184,6 +207,14 @@ class ExperienceSpec(NamedTuple):
     for a policy that trains on rollouts."""
     prompt_value: PromptValue | None = None
     """rollouts: value of each prompt that the algorithm needs."""
+    opponent: Opponent | None = None
+    """pairs: it samples the second completion of each pair, whose rows are the policy's and its
+    own. rollouts: the reward of a completion becomes its chance to win less 1/2."""
+    adapts_temperature: bool = False
+    """rollouts: the algorithm's state has a factor of the sampling temperature
+    (`controllers.temperature_factor`)."""
+    nucleus: float | None = None
+    """rollouts: the policy samples in the top-p nucleus of the role "mask" (`losses.nucleus`)."""
     acceptance: Acceptance | None = None
     """accepted: which completions are learned from."""
     graded: bool = False
@@ -198,6 +229,8 @@ class ExperienceSpec(NamedTuple):
     """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
     raw_returns: bool = False
     """rollouts: the loss reads returns on their own scale: a threshold, a clip, or their sign."""
+    teachers: TeachersByRow | None = None
+    """completions: which of several teachers a row has (`losses.teachers.TaughtCompletions`)."""
     hint: Hint | None = None
     """rollouts: the teacher whose log-ratios are the rewards of tokens."""
     expert_column: str | None = None

@@ -102,6 +102,10 @@ FEATURES = "image_features"
 """Entry of the params of a model that reads images, while it samples: the features of the images
 that token ids from the vocabulary's size on refer to (`models.vision.Features`)."""
 
+MIXED_INPUTS = "mixed_inputs"
+"""Entry of the params of a model while it reads packed rows: {"tokens": [R, S] int32, "share": []}.
+The model reads (1 - share) e(token) + share e(other token) in place of the embedding e(token)."""
+
 MISSING_POSITIONS = "missing_positions"
 """Entry of the cache of a model whose images take fewer positions than tokens: [1, B] int32, the
 position of each row's next token less the number of its tokens, which is negative."""

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -227,6 +228,29 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
         config, data, np.asarray(reference)
     )
     coefficients += plain_observations(config, data)
+    expected = plain_policy_gradient()(params["policy"], data.tokens, jnp.asarray(coefficients))
+    for a, b in zip(*map(jax.tree.leaves, (step.gradients["policy"], expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
+
+
+@pytest.mark.slow
+def test_nash_md_has_the_gradient_of_trl(float64):
+    """TRL 1.10, `NashMDTrainer._compute_losses`: the mean of beta sum_t x_t log pi_t
+    - (P - 1/2) sum_t log pi_t, where x is the log-ratio to the reference, without a gradient."""
+    params, config = tiny.init_params(MODEL), CASES["nash_md"].config
+    data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)
+    mask = np.asarray(data.action_mask)
+    exists = mask.any(1)
+    chance = np.random.default_rng(3).random(len(mask)) - 0.5
+    last = mask & (np.cumsum(mask, 1) == mask.sum(1)[:, None])
+    data = replace(data, rewards=jnp.asarray(np.where(last, chance[:, None], 0.0)))
+    step = battery("nash_md").step(battery("nash_md").batch(data))
+    log_probs, reference = (
+        np.asarray(tiny.plain_log_probs(MODEL, params[name], data.tokens, 0.7))
+        for name in ("policy", "reference")
+    )
+    coefficients = chance[:, None] - config.kl_loss_coef * (log_probs - reference)
+    coefficients = np.where(mask, coefficients, 0.0) / exists.sum()
     expected = plain_policy_gradient()(params["policy"], data.tokens, jnp.asarray(coefficients))
     for a, b in zip(*map(jax.tree.leaves, (step.gradients["policy"], expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())

@@ -7,12 +7,16 @@ from tpu_rl.algos.controllers import (
     entropy_controller,
     kl_controllers,
     stagnation_controller,
+    temperature_controller,
+    temperature_factor,
     with_return,
 )
-from tpu_rl.algos.grpo import GrpoConfig
+from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.proofs import tiny
+from tpu_rl.train import update_step
+from tpu_rl.types import Sampling
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -26,6 +30,46 @@ def test_coefficients_move_only_in_steps_that_learn(is_empty):
     assert float(coef) == pytest.approx(0.1 if is_empty else 0.11)
     # The entropy of an empty step is that of no token.
     assert jnp.isinf(entropy) if is_empty else entropy == 0
+
+
+def test_the_temperature_follows_the_entropy():
+    """ln T moves by 0.5 (0.3 - H): H = 0.1 and 0.7 cancel to -0.1; 2.3 and 9 count as one nat."""
+    init, update = temperature_controller(0.3, 0.5)
+    factor = init({})
+    for entropy, log_factor in ((0.1, 0.1), (0.7, -0.1), (1.3, -0.6), (9.0, -1.1)):
+        factor = update({}, factor, {"policy/entropy": jnp.float32(entropy)})[1]
+        assert float(jnp.log(factor)) == pytest.approx(log_factor, abs=1e-6)
+    metrics = {"policy/entropy": jnp.float32(0.0), "optim/empty": jnp.float32(1.0)}
+    assert update({}, factor, metrics)[1] == factor
+    for _ in range(5):
+        factor = update({}, factor, {"policy/entropy": jnp.float32(9.0)})[1]
+    assert float(factor) == pytest.approx(0.1)
+    assert temperature_factor({"temperature": 2.0}) == 2.0
+    assert temperature_factor({"base": {"temperature": 3.0}, "mixing": 1.0}) == 3.0
+
+
+def test_a_batch_is_learned_at_the_temperature_of_its_state():
+    """Twice the temperature by the state is GRPO at twice the temperature, value and metrics."""
+    model = tiny.attention_model()
+    params = tiny.init_params(model)
+    results = []
+    for config, factor in ((GrpoConfig(kl_loss_coef=0.1), 2.0), (None, 1.0)):
+        config = config or GrpoConfig(kl_loss_coef=0.1, sampled_entropy=0.5)
+        temperature = 0.35 * factor
+        sampling = Sampling(temperature=temperature, max_new_tokens=6)
+        algorithm = grpo(config, tiny.roles(model), sampling)
+        state = algorithm.init_state(params)
+        if factor == 1.0:
+            state = state | {"temperature": jnp.float32(2.0)}
+        batch, _ = algorithm.make_batch(tiny.experience(tiny.rollout()), params, state)
+        part = update_step.minibatch(update_step.minibatch(batch, 0), 0)
+        results.append(algorithm.loss(params, part))
+    (value, metrics), (other, others) = results
+    assert float(value) == pytest.approx(float(other), rel=1e-6)
+    assert float(others.pop("policy/temperature").value) == pytest.approx(0.7)
+    assert metrics.keys() == others.keys()
+    for name in ("policy/entropy", "policy/kl_reference"):
+        assert float(metrics[name].value) == pytest.approx(float(others[name].value), rel=1e-6)
 
 
 def test_a_reset_counts_all_steps():

@@ -330,7 +330,14 @@ def trl_mpo(pairs: TrlPairs) -> Array:
     return 0.8 * trl_dpo(pairs) + 0.2 * trl_bco_pair(pairs) - pairs.mean_chosen
 
 
+def trl_xpo(pairs: TrlPairs) -> Array:
+    """TRL 1.10: `XPOTrainer._compute_losses`; the second of each pair is the reference's."""
+    of_reference = jnp.where(pairs.mask, pairs.log_probs, 0.0).sum(-1)[1::2]
+    return trl_dpo(pairs) + 0.2 * of_reference
+
+
 TRL = {
+    "xpo": (DpoConfig(pairs="policy_and_reference", optimism_coef=0.2), trl_xpo),
     "ld": (DpoConfig(tail_weight=0.4), trl_dpo),
     "bco_pair": (DpoConfig(loss="bco_pair"), trl_bco_pair),
     "aot": (DpoConfig(loss="aot", label_smoothing=0.1), trl_aot),
@@ -348,6 +355,8 @@ def test_variants_have_the_loss_and_the_gradient_of_trls_formula(name):
     config, formula = TRL[name]
     config = replace(config, beta=0.3)
     data, params = tiny.pairs(), tiny.init_params(ATTENTION)
+    reference = tiny.plain_log_probs(ATTENTION, params["reference"], data.tokens)
+    data = replace(data, reference_log_probs=jnp.where(data.action_mask, reference, 0.0))
     algorithm = dpo(config, tiny.roles(ATTENTION), tiny.SAMPLING)
     batch = update_step.minibatch(algorithm.make_batch(tiny.experience(data), params, ())[0], 0)
 

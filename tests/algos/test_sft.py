@@ -12,7 +12,7 @@ from tpu_rl.algos.sft import sft
 from tpu_rl.algos.unlearn import UnlearnConfig, ce_u, unlearn
 from tpu_rl.errors import InputError
 from tpu_rl.proofs import cases, tiny
-from tpu_rl.types import Algorithm
+from tpu_rl.types import MIXED_INPUTS, Algorithm
 
 
 def test_the_loss_is_a_weighted_mean_over_the_step():
@@ -53,6 +53,49 @@ def value_and_gradient(algorithm: Algorithm, data: Any, params: Any) -> tuple[An
 def assert_close(actual: Any, expected: Any) -> None:
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mix", "gamma"), [(0.2, 0.95), (0.0, 0.0)])
+def test_ift_is_the_formula_of_its_program(mix, gamma):
+    """A completion at a time. Mix 0 and gamma 0 are the mean of the completions' mean losses."""
+    model = tiny.attention_model()
+    params, texts = tiny.init_params(model), tiny.demonstrations()
+    mask = np.asarray(texts.action_mask)
+    likeliest = tiny.plain_distributions(model, params["policy"], texts.tokens).argmax(-1)
+    likeliest = jnp.pad(likeliest, ((0, 0), (1, 0)))
+    others = jnp.where(mask, likeliest, texts.tokens)
+    assert np.mean(np.asarray(others != texts.tokens)[mask]) > 0.3
+
+    def formula(policy: Any) -> Any:
+        entry = {MIXED_INPUTS: {"tokens": others, "share": jnp.float32(mix)}}
+        losses = -tiny.plain_log_probs(model, policy | entry, texts.tokens)
+        of_texts = []
+        for n in np.flatnonzero(mask.any(1)):
+            columns = np.flatnonzero(mask[n])
+            weights = [
+                sum(gamma ** (j - t) * losses[n, j] for j in columns if j >= t) if gamma else 1.0
+                for t in columns
+            ]
+            total = sum(w * losses[n, t] for w, t in zip(weights, columns, strict=True))
+            of_texts.append(total / sum(weights))
+        return sum(of_texts) / len(of_texts)
+
+    config = SftConfig(loss="ift", ift_mix=mix, ift_gamma=gamma)
+    algorithm = sft(config, tiny.roles(model), tiny.SAMPLING)
+    value, gradient = value_and_gradient(algorithm, texts, params)
+    expected, expected_gradient = jax.value_and_grad(formula)(params["policy"])
+    assert float(value) == pytest.approx(float(expected), rel=2e-5)
+    assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"ift_mix": 0.5}, {"loss": "ift", "kl_coef": 0.1}, {"loss": "ift", "author": "a"}],
+)
+def test_settings_that_ift_does_not_read_are_refused(settings):
+    with pytest.raises(InputError):
+        SftConfig(**settings)
 
 
 def test_dft_is_trls_formula():

@@ -49,6 +49,36 @@ MISFITS = {
         + ["--sampling.tensor-parallel", "train-mesh"],
         "--sampling.devices, --sampling.tensor-parallel",
     ),
+    "a mask that moves in a batch": (
+        ["arithmetic_nlpo", "--batch.num-minibatches", "8"],
+        "--algorithm.mask-every",
+    ),
+    "a mask of an older policy yet": (
+        ["arithmetic_nlpo", "--batch.staleness", "1"],
+        "--algorithm.mask-top-p, --batch.staleness",
+    ),
+    "no mask": (["arithmetic_ppo", "--algorithm.mask-every", "4"], "--algorithm.mask-every"),
+    "a mask of the head alone": (
+        ["arithmetic_nlpo", "--algorithm.critic.trunk", "shared"],
+        "--algorithm.mask-top-p, --algorithm.critic.trunk",
+    ),
+    "a temperature that moved": (
+        ["arithmetic_grpo", "--algorithm.sampled-entropy", "0.3", "--rollout.partial", "2"],
+        "--algorithm.sampled-entropy, --rollout.partial",
+    ),
+    "a temperature without a target": (
+        ["arithmetic_grpo", "--algorithm.sampled-entropy-rate", "0.3"],
+        "--algorithm.sampled-entropy-rate",
+    ),
+    "an odd opponent": (["arithmetic_xpo", "--batch.group-size", "5"], "--batch.group-size"),
+    "groups of two models": (
+        ["arithmetic_xpo", "--rollout.dynamic-sampling-rounds", "2"],
+        "--rollout.dynamic-sampling-rounds, --algorithm.pairs",
+    ),
+    "optimism about no one": (
+        ["arithmetic_dpo", "--algorithm.optimism-coef", "0.1"],
+        "--algorithm.optimism-coef",
+    ),
     "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
     "groups of one never differ": (
         ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],

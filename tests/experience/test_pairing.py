@@ -1,5 +1,7 @@
 """Preference pairs and graded completions, made of scored completions."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,6 +54,20 @@ def test_pair_is_the_first_best_and_the_first_worst_completion():
     np.testing.assert_array_equal(pairs.group_id, [0, 0, 1, 1, 2, 2, 3, 3])
     np.testing.assert_allclose(pairs.margin, [1, 1, 0, 0, 0.5, 0.5, 0, 0])
     np.testing.assert_allclose(pairs.reference_log_probs[:, 0], -3.0 * np.array(rows))
+
+
+def test_each_completion_is_compared_with_its_opponents():
+    """Two prompts with two completions each; one pair is a tie, and one has no reward."""
+    own = scored_completions([1, 0, 0.5, NAN], group_size=2)
+    other = scored_completions([0, 1, 0.5, 1], group_size=2)
+    other = replace(other, rollout=replace(other.rollout, tokens=100 + other.rollout.tokens))
+    pairs, num_without = pairing.pair_with(own, other)
+    assert num_without == 2
+    np.testing.assert_array_equal(pairs.tokens[:, 0], [0, 100, 3, 103, 6, 106, 9, 109])
+    np.testing.assert_array_equal(pairs.group_id, [0, 0, 1, 1, 2, 2, 3, 3])
+    np.testing.assert_array_equal(pairs.preferred[:4], [True, False, False, True])
+    np.testing.assert_array_equal(pairs.action_mask.any(1), [1, 1, 1, 1, 0, 0, 0, 0])
+    np.testing.assert_allclose(pairs.margin, [1, 1, 1, 1, 0, 0, 0, 0])
 
 
 def test_graded_neighbors_belong_to_different_prompts():

@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.fixtures.echo import TOKENIZER, digit, score_prompts
+from tests.fixtures.echo import TOKENIZER, EchoDecoding, digit, echo_engine, score_prompts
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import SftConfig
 from tpu_rl.commands import run
@@ -71,6 +72,25 @@ def test_normalized_rewards_are_those_of_gdpo():
     expected = of_a - 3 * np.array([*of_b[:3], 0])
     np.testing.assert_allclose(result.rollout.rewards.sum(-1), expected, rtol=1e-5)
     np.testing.assert_array_equal(result.rewards, scored.rewards)
+
+
+def test_a_completion_is_worth_its_chance_to_win():
+    """Completions 1, 2 and 0, 3 against two more of the same prompts worth 3, 4 and 3, 4 more."""
+    scored = score_prompts(["12", "03"], {"digit": digit}, 2)
+
+    def worth(prompts, completions, **columns):
+        return [3.0 + int(text) for text in completions]
+
+    opponent = echo_engine(EchoDecoding(2), {"digit": worth})
+    state: Any = SimpleNamespace(params={}, step=0)
+    result = transforms.chance_to_win(opponent)(scored, 1, state)
+    chance = 1 / (1 + np.exp(3))
+    np.testing.assert_allclose(result.rollout.rewards.sum(-1), chance - 0.5, rtol=1e-6)
+    np.testing.assert_allclose(result.parts["win"], chance, rtol=1e-6)
+    np.testing.assert_array_equal(result.rewards, [1, 2, 0, 3])
+    lost = replace(scored, rewards=np.array([1, np.nan, 0, 3], np.float32))
+    result = transforms.chance_to_win(opponent)(lost, 1, state)
+    np.testing.assert_array_equal(result.rollout.scored, [True, False, True, True])
 
 
 def test_metrics_are_those_of_the_policy_and_records_name_the_expert():

@@ -29,7 +29,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import kv_cache, layers
 from tpu_rl.proofs.tiny import VOCABULARY, attention_model, plain_log_probs
 from tpu_rl.sampler import SamplerConfig, sample
-from tpu_rl.types import PackedRows
+from tpu_rl.types import MIXED_INPUTS, PackedRows
 
 
 def log_probs(family, tokens, *layout):
@@ -609,3 +609,24 @@ def test_lengths_with_other_rotary_angles_are_refused():
     with pytest.raises(InputError, match=r"of 33 tokens(.|\n)*--batch.row-length(.|\n)*beyond 32"):
         config.require_length(33, "--batch.row-length")
     models.from_config(CONFIGS["llama3"]).config.require_length(10**6, "--batch.row-length")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+def test_inputs_between_two_tokens_are_rows_of_another_table(family):
+    """Slot i reads row i of a table of mixtures. At share 1 it is the other token that is read."""
+    model, params, _, _ = tiny(family)
+    tokens, others = tokens_of((1, LENGTH)), tokens_of((1, LENGTH), seed=5)
+    positions = jnp.arange(LENGTH)[None]
+    rows = (positions, jnp.ones_like(positions), jnp.zeros_like(positions))
+    hidden = jax.jit(model.hidden)
+    table = params["embedding"]
+    for share in (0.3, 1.0):
+        entry = {MIXED_INPUTS: {"tokens": others, "share": jnp.float32(share)}}
+        mixed = (1 - share) * table[tokens[0]] + share * table[others[0]]
+        virtual = params | {"embedding": table.at[:LENGTH].set(mixed)}
+        expected = hidden(virtual, positions, *rows)
+        actual = hidden(params | entry, tokens, *rows)
+        np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
+        if share == 1:
+            np.testing.assert_allclose(actual, hidden(params, others, *rows), rtol=2e-4, atol=2e-5)

@@ -21,7 +21,7 @@ from tpu_rl.losses.return_distributions import (
     offset,
 )
 from tpu_rl.proofs import tiny
-from tpu_rl.sampler import decode_loop, guided_policy, slots
+from tpu_rl.sampler import decode_loop, derived_policies, guided_policy, slots
 from tpu_rl.sampler.guided_policy import guide, with_kl_coef
 from tpu_rl.types import UNREAD, Model, Policy, Purpose
 
@@ -280,6 +280,44 @@ def test_where_q_can_steer_no_further_cd_is_the_optimum(kl_coef):
     optimum = kl_coef * float(np.logaddexp.reduce(np.log(reference) + chance / kl_coef))
     assert objective("cd") == pytest.approx(optimum, abs=1e-6)
     assert objective("q_sharp") < optimum - 1e-3
+
+
+def test_a_mixture_is_geometric():
+    """After START, policy (0.8, 0.2) and reference (0.1, 0.9) of LEFT and RIGHT; after RIGHT, (0.5,
+    0.5) and (0.05, 0.95). The mixture is proportional to policy^(1 - s) reference^s."""
+    params = {"policy": tree_params(0.8)["policy"], "reference": tree_params(0.1)["policy"]}
+    params["policy"]["table"] = params["policy"]["table"].at[RIGHT, RIGHT_GOOD:].set(0.0)
+    select = [select_policy, lambda params: params["reference"]]
+    policies = [models.policy(state_model(5), one) for one in select]
+    for share in (0.25, 0.5):
+        mixed = derived_policies.mix(*policies, share)
+        assert derived_policies.mix(*policies, share) is mixed
+        for tokens, places, first, second in (
+            ([START], [LEFT, RIGHT], (0.8, 0.2), (0.1, 0.9)),
+            ([START, RIGHT], [RIGHT_GOOD, RIGHT_BAD], (0.5, 0.5), (0.05, 0.95)),
+        ):
+            expected = np.array(first) ** (1 - share) * np.array(second) ** share
+            actual = next_probabilities(mixed, params, tokens)[places]
+            np.testing.assert_allclose(actual, expected / expected.sum(), rtol=1e-5)
+
+
+def test_a_policy_samples_in_the_nucleus_of_another():
+    """RIGHT has the probability 0.9 of the reference, so that LEFT is outside of 0.85."""
+    params = {"policy": tree_params(0.8)["policy"], "reference": tree_params(0.1)["policy"]}
+    select = [select_policy, lambda params: params["reference"]]
+    policies = [models.policy(state_model(5), one) for one in select]
+    for top_p, expected in ((0.85, [0, 1]), (0.95, [0.8, 0.2])):
+        restricted = derived_policies.restrict(*policies, top_p, 1.0)
+        actual = next_probabilities(restricted, params, [START])[[LEFT, RIGHT]]
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_a_policy_at_a_temperature_of_the_params():
+    """(0.8, 0.2) at temperature 2 is (2, 1) / 3."""
+    params = {"policy": tree_params(0.8)["policy"], "temperature": jnp.float32(2.0)}
+    tempered = derived_policies.tempered(models.policy(state_model(5), select_policy))
+    actual = next_probabilities(tempered, params, [START])[[LEFT, RIGHT]]
+    np.testing.assert_allclose(actual, [2 / 3, 1 / 3], rtol=1e-5)
 
 
 # --- candidates that are left out ---

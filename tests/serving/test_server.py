@@ -157,7 +157,7 @@ def test_token_ids_in_and_out(running):
     assert account.record.branches()[0].truncated
     stop = {"prompt": [5, 26, 6], "stop": "stop"}
     text = running.ask("/v1/completions", stop)[1]["choices"][0]
-    assert (text["text"], text["finish_reason"]) == ("a ", "stop")
+    assert (text["text"], text["finish_reason"], text["stop_reason"]) == ("a ", "stop", "stop")
     assert TOKENIZER.decode(text["token_ids"]) == "a stop"
     status, models = running.ask("/v1/models", None)
     assert models["data"][0]["max_model_len"] == LIMITS.max_model_len

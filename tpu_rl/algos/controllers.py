@@ -95,6 +95,41 @@ def applied_entropy_coef(state: tuple[Array, Array], target: float) -> Array:
     return jnp.where(entropy <= target, coef, 0.0)
 
 
+TEMPERATURES = (0.1, 10.0)
+"""The smallest and the largest factor of the sampling temperature."""
+
+
+def temperature_controller(target: float, rate: float) -> Controller:
+    """Return the controller of the sampling temperature that keeps the policy's entropy at the
+    target, in nats per token.
+
+        ln T <- ln T + rate (target - H),    |target - H| at most 1
+
+    H is the mean entropy of the distributions that tokens were sampled from, "policy/entropy". The
+    state is the factor of the run's temperature, 1 at first. AceReason-Nemotron 1.1 (arXiv
+    2506.13284) solves for T before a stage; here it follows the policy.
+    """
+
+    def init_state(params: Params) -> Array:
+        del params
+        return jnp.ones((), jnp.float32)
+
+    def after_update(
+        params: Params, factor: Array, metrics: dict[str, Array]
+    ) -> tuple[Params, Array]:
+        missing = jnp.clip(target - metrics["policy/entropy"], -1.0, 1.0)
+        moved = jnp.clip(factor * jnp.exp(rate * missing), *TEMPERATURES)
+        stays = is_empty(metrics)
+        return params, jnp.where(stays, factor, moved).astype(jnp.float32)
+
+    return init_state, after_update
+
+
+def temperature_factor(state: Mapping[str, Any]) -> Array:
+    """Return the factor of the sampling temperature in an algorithm's state."""
+    return state["temperature"] if "temperature" in state else state["base"]["temperature"]
+
+
 def running_returns(reward_clip: float | None) -> dict[str, Controller]:
     """Return the controller "returns", whose state make_batch renews (`normalized_rewards`), or
     none without a clip."""

@@ -12,12 +12,15 @@ the chosen completion's likelihood: `reference_free` and `rpo_coef`. Log-probs a
 
     WPO   x w(chosen) w(rejected),  w = exp mean_t [log policy(y_t) - log sum_v policy(v)^2]
                                                                     arXiv 2406.11827, equation 2
+    XPO   + optimism_coef sum_t log policy(y_t) of the reference's completion, where each pair is a
+          completion of the policy and one of the reference           arXiv 2405.21046, algorithm 1
     AOT   the k-th smallest scores of the step are compared, in place of those of a pair
                                                                     arXiv 2406.05882
 
-Deviations: AOT finds the ranks, and the scores of partners, before the first update of a batch, and
-over the whole optimizer step. TRL ranks the pairs of a micro-batch. Its CPO takes the likelihood
-over all chosen tokens of the batch; ours is per pair.
+Deviations: XPO's pairs whose rewards are equal are left out, its term included; TRL prefers the
+policy's completion there. AOT finds the ranks, and the scores of partners, before the first update
+of a batch, and over the whole optimizer step. TRL ranks the pairs of a micro-batch. Its CPO takes
+the likelihood over all chosen tokens of the batch; ours is per pair.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
+from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, RoleSpec, pairs_from
 from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference, robust
@@ -102,9 +105,15 @@ class DpoConfig:
     reverse: bool = False
     """Prefer the rejected completion: the result is the opposite policy (contrastive
     distillation)."""
-    pairs: Literal["given", "reference", "policy"] = "given"
+    pairs: Literal["given", "reference", "policy", "policy_and_reference"] = "given"
     """given: the data file has pairs. reference, policy: completions are sampled from that model
-    and compared by --reward; policy is online DPO."""
+    and compared by --reward; policy is online DPO. policy_and_reference: half of a prompt's
+    completions are the policy's and half the reference's, and each is compared with one of the
+    others."""
+    optimism_coef: NotNegative = 0.0
+    """Coefficient of the log-likelihood of the reference's completions in the loss, for
+    policy_and_reference: XPO's alpha. It makes the policy explore what the reference does not
+    write; 1e-5 is usual."""
     reference_mix: Share = 0.0
     """Share by which the reference moves to the policy: 0 keeps it, 1 resets it (TR-DPO, arXiv
     2404.09656)."""
@@ -125,6 +134,8 @@ class DpoConfig:
             return "robust_radius", problem
         if self.reference_mix > 0 and self.reference == "none":
             return "reference_mix", f"{self.loss} has no reference that could move"
+        if self.optimism_coef and self.pairs != "policy_and_reference":
+            return "optimism_coef", "only pairs of policy_and_reference tell whose completion it is"
         names = self.weights
         if any(not math.isfinite(weight) or weight <= 0 for weight in names.values()):
             return "further_losses", f"a weight of the losses is not above 0: {names}"
@@ -182,6 +193,8 @@ class DpoConfig:
 
     @property
     def experience(self) -> ExperienceSpec:
+        if self.pairs == "policy_and_reference":
+            return pairs_from("policy")._replace(opponent=Opponent(reference_share=1.0))
         return pairs_from(self.pairs, reference_log_probs=self.reference == "data")
 
     @property
@@ -191,13 +204,14 @@ class DpoConfig:
         uses = any(preference.PAIR_LOSSES[name].reference for name in self.weights)
         if self.reference_free or not uses:
             return "none"
-        return "role" if self.pairs == "policy" or self.reference_mix else "data"
+        is_sampled = self.pairs in ("policy", "policy_and_reference")
+        return "role" if is_sampled or self.reference_mix else "data"
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
         roles = {"policy": RoleSpec(trainable=True)}
         # The reference's log-probs of pairs from a file are computed once, and it is not kept.
-        if self.reference == "role" or self.pairs == "reference":
+        if self.reference == "role" or self.pairs in ("reference", "policy_and_reference"):
             roles["reference"] = RoleSpec(trainable=False, tracks_policy=self.reference_mix)
         return roles
 
@@ -225,6 +239,8 @@ class Batch:
     reference_log_probs: Array
     token_weights: Array | None = None
     """Weight of each token in the scores; None: all the same."""
+    by_reference: Array | None = None
+    """bool: True if the token's completion is the reference's; None without optimism."""
     matched: preference.Pair | None = None
     """The scores that a pair's scores are compared with, if not with each other."""
 
@@ -272,6 +288,10 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             is_pair=weights > 0,
             reference_log_probs=reference_log_probs,
         )
+        if config.optimism_coef:
+            is_second = jnp.append(False, pairs.group_id[1:] == pairs.group_id[:-1])
+            by_reference = layout.pack(jnp.broadcast_to(is_second[:, None], mask.shape))
+            batch = replace(batch, by_reference=by_reference)
         if config.tail_weight != 1:
             of_tokens = preference.tail_weights(mask, pairs.group_id, config.tail_weight)
             batch = replace(batch, token_weights=layout.pack(of_tokens))
@@ -341,6 +361,11 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             likely = pair_scores(batch, jax.lax.stop_gradient(log_probs) - collision, averaged=True)
             losses *= jnp.exp(likely.chosen + likely.rejected)
         losses -= config.rpo_coef * pair_scores(batch, log_probs, averaged=True).chosen
+        if batch.by_reference is not None:
+            sums = preference.pair_scores(
+                log_probs, batch.action_mask, batch.by_reference, batch.rows.segment_ids
+            )
+            losses += config.optimism_coef * sums.chosen
         scores = scores_of(terms[0][1])
         rewards = preference.Pair(config.beta * scores.chosen, config.beta * scores.rejected)
         return losses, rewards

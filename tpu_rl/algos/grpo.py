@@ -66,6 +66,8 @@ from tpu_rl.algos.controllers import (
     entropy_controller,
     kl_controllers,
     stagnation_controller,
+    temperature_controller,
+    temperature_factor,
     with_return,
 )
 from tpu_rl.algos.roles import with_reference
@@ -96,6 +98,7 @@ from tpu_rl.types import (
     Array,
     Experience,
     Layout,
+    Max,
     Metrics,
     Params,
     Roles,
@@ -155,6 +158,11 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
     """Change of the entropy coefficient per optimizer step, with an entropy target."""
     entropy_coef_max: NotNegative = 1.0
     """Largest entropy coefficient, with an entropy target."""
+    sampled_entropy: Positive | None = None
+    """Nats per token. The sampling temperature rises while the entropy of the distributions sampled
+    from is below this, and falls while it is above; 0.3 is usual (AceReason-Nemotron 1.1)."""
+    sampled_entropy_rate: Positive = 0.1
+    """Change of the logarithm of the temperature per nat of entropy that is missing and step."""
     top_entropy_quantile: Annotated[float, In("(0, 1]")] = 1.0
     """Learn only from this share of the batch's tokens, those with the highest entropy before the
     update (arXiv 2506.01939); 0.2 is usual. The KL in the loss is about all tokens."""
@@ -201,6 +209,12 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
         problem = robust.conflict(self.robust_radius, self.robust_ball)
         if problem:
             raise InputError(problem, where="--algorithm.robust-radius", fix="see --help-all")
+        if self.sampled_entropy is None and self.sampled_entropy_rate != 0.1:
+            raise InputError(
+                "the temperature does not move without an entropy to keep",
+                where="--algorithm.sampled-entropy-rate",
+                fix="give --algorithm.sampled-entropy, too",
+            )
         if self.entropy_target and self.entropy_coef > self.entropy_coef_max:
             raise InputError(
                 f"the entropy coefficient {self.entropy_coef:g} begins above its largest value",
@@ -259,9 +273,9 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
     def experience(self) -> ExperienceSpec:
         # The completions of a prompt are compared: one alone would always have advantage 0.
         reads_returns = self.advantages == "max_rl" or self.reward_clip_range is not None
-        spec = self.with_texts(
-            ExperienceSpec("rollouts", smallest_group=2, raw_returns=reads_returns)
-        )
+        adapts = self.sampled_entropy is not None
+        spec = ExperienceSpec("rollouts", smallest_group=2, raw_returns=reads_returns)
+        spec = self.with_texts(spec._replace(adapts_temperature=adapts))
         clip = self.reward_clip_range
         if self.advantages != "max_rl" or (clip is not None and clip[0] >= 0):
             return spec
@@ -363,7 +377,15 @@ def group_policy_gradient(
             config.entropy_coef_max,
         )
 
+    if config.sampled_entropy is not None:
+        controllers["temperature"] = temperature_controller(
+            config.sampled_entropy, config.sampled_entropy_rate
+        )
+
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
+        temperature: Array | float = sampling.temperature
+        if config.sampled_entropy is not None:
+            temperature *= temperature_factor(state)
         batch = make_policy_batch(
             experience,
             params,
@@ -372,7 +394,7 @@ def group_policy_gradient(
             advantage=advantage,
             reward_clip_range=config.reward_clip_range,
             weighting=masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens),
-            temperature=sampling.temperature,
+            temperature=temperature,
             max_new_tokens=sampling.max_new_tokens,
             kl=config,
             kl_scale=state["kl_scale"] if "kl_scale" in controllers else 1.0,
@@ -401,18 +423,22 @@ def group_policy_gradient(
         if config.entropy_target is not None:
             coef = applied_entropy_coef(state["entropy"], config.entropy_target)
             weights["entropy"] = batch.weights["policy"] * coef
+        if config.sampled_entropy is not None:
+            temperatures = jnp.broadcast_to(temperature, batch.advantages.shape)
+            batch = replace(batch, temperature=temperatures)
         rows = config.rows_of(batch.rows)
         return replace(batch, rows=rows, weights=batch.weights | weights), state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        changed = batch.temperature
         policy = token_log_probs(
             roles["policy"],
             params,
             batch.rows,
-            sampling.temperature,
+            sampling.temperature if changed is None else changed.max(),
             entropy_gradient=config.entropy_coef > 0 or config.entropy_target is not None,
         )
-        return policy_loss(
+        value, metrics = policy_loss(
             policy,
             batch,
             surrogate,
@@ -421,5 +447,8 @@ def group_policy_gradient(
             kl_estimator=config.kl_estimator,
             further_terms=further_terms,
         )
+        if changed is not None:
+            metrics["policy/temperature"] = Max(changed.max())
+        return value, metrics
 
     return Algorithm(make_batch, loss, *combined(controllers))

@@ -20,6 +20,9 @@ R_t, and every token of the turn gets A_t. With `separators`, the steps of a tex
     VC-PPO   critic.lam = 1, after a phase of `value_pretraining`         arXiv 2503.01491
     VAPO     VC-PPO with lam_alpha 0.05, clip_high 0.28, positive_coef
              0.1 and several completions per prompt                       arXiv 2504.05118
+    NLPO     mask_top_p 0.9: the policy is restricted to the nucleus of
+             a copy of itself that is mask_every updates old at most,
+             in sampling and in every log-prob                            arXiv 2210.01241
 
 Deviations: a right answer of VAPO is one whose rewards add up to more than 0. VAPO's lambda is 0
 below 1 / alpha tokens.
@@ -36,10 +39,11 @@ from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.controllers import combined, kl_controllers, running_returns
-from tpu_rl.algos.roles import with_reference
+from tpu_rl.algos.roles import moving_reference, with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import log_probs_of_hidden
+from tpu_rl.losses.nucleus import restricted_role
 from tpu_rl.losses.observations import ObservationLoss, observation_terms
 from tpu_rl.losses.policy_batch import (
     PolicyBatch,
@@ -54,7 +58,7 @@ from tpu_rl.losses.pretraining_mix import PretrainingMix, text_terms
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.losses.value_loss import Critic, Targets
-from tpu_rl.ranges import In, NotNegative, Positive, Share
+from tpu_rl.ranges import Count, In, NotNegative, Positive, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -94,6 +98,11 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss)
     credit: Literal["token", "turn"] = "token"
     """Unit of the critic's gamma and of lambda: a token, or a turn. With turn, values are learned
     and used at the first token of each turn only."""
+    mask_top_p: Annotated[float, In("(0, 1)")] | None = None
+    """NLPO: sample and learn within the likeliest tokens of an older policy that together have this
+    probability; 0.9 is usual."""
+    mask_every: Count = 20
+    """Optimizer steps between two times that the older policy becomes the policy; whole batches."""
     separators: tuple[int, ...] = ()
     """Ids of tokens that end a turn, with credit turn: the steps of a text."""
 
@@ -107,16 +116,38 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss)
                 where="--algorithm.lam-alpha, --algorithm.credit",
                 fix="give --algorithm.lam alone",
             )
+        if self.mask_top_p is None and self.mask_every != PpoConfig.mask_every:
+            raise InputError(
+                "there is no mask",
+                where="--algorithm.mask-every",
+                fix="give --algorithm.mask-top-p, too",
+            )
+        others = {
+            "critic.trunk": self.critic.trunk == "shared",
+            "pretraining_path": bool(self.pretraining_path),
+            "observation_coef": self.observation_coef > 0,
+        }
+        for field, is_set in others.items():
+            if self.mask_top_p is not None and is_set:
+                flag = field.replace("_", "-")
+                raise InputError(
+                    "the mask is about the policy's own tokens, and about its head alone",
+                    where=f"--algorithm.mask-top-p, --algorithm.{flag}",
+                    fix="leave one of them out",
+                )
         value_loss.require_turns(self.separators, self.credit)
 
     @property
     def experience(self) -> ExperienceSpec:
-        spec = ExperienceSpec("rollouts", raw_returns=self.positive_coef > 0)
+        is_raw = self.positive_coef > 0
+        spec = ExperienceSpec("rollouts", raw_returns=is_raw, nucleus=self.mask_top_p)
         return self.with_texts(spec)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
         trained = {"policy": RoleSpec(trainable=True), "value": self.critic.spec}
+        if self.mask_top_p is not None:
+            trained["mask"] = RoleSpec(trainable=False, tracks_policy=1.0)
         return with_reference(trained, self.has_kl, self.reference_reset_every > 0)
 
 
@@ -134,6 +165,9 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     policy = roles["policy"]
     critic = config.critic
     controllers = kl_controllers(config) | running_returns(config.normalized_reward_clip)
+    if config.mask_top_p is not None:
+        policy = restricted_role(policy, roles["mask"], config.mask_top_p, sampling.temperature)
+        controllers["mask"] = moving_reference(config.mask_every, role="mask")
     terms = text_terms(config) | observation_terms(config)
     surrogate = partial(
         clipped_surrogate,

@@ -57,6 +57,13 @@ class PrimeConfig(GrpoConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sampled_entropy is not None:
+            raise InputError(
+                "the process model reads the run's temperature",
+                where="--algorithm.sampled-entropy",
+                why="its log-ratio of a completion would change with the temperature",
+                fix="leave it out, or use grpo",
+            )
         if self.resets_reference:
             raise InputError(
                 "the reference of process rewards stays",

@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline in place of a critic: REINFORCE++ and ReMax.
+"""REINFORCE with a baseline in place of a critic: REINFORCE++, ReMax and Nash-MD.
 
     G_t  = sum over t' >= t of gamma^(t' - t)
            (reward_t' - kl_reward_coef (log pi_old - log pi_reference)(y_t'))
@@ -15,8 +15,15 @@
                            completion, not whitened; weights
                            "constant_length": sums over a
                            completion's tokens                   arXiv 2310.10505, algorithm 1
+    Nash-MD                reward = P(y is preferred to y') - 1/2,
+                           y' ~ policy^(1 - s) reference^s, with
+                           s = `opponent_mix`, b = 0, not
+                           whitened, a KL coefficient           arXiv 2312.00886, section 7
 
-Deviations: ReMax has no ratio. With one update per batch the ratio is 1 and the gradient the same.
+Deviations: Nash-MD's P is sigmoid(r(y) - r(y')) of the rewards, as in TRL. TRL's KL has the
+gradient of `kl_loss_coef` with k2 and "sequence_sum": each token's own log-ratio. The paper's is
+that of the whole completion, as `kl_reward_coef` has it from a token on. ReMax has no ratio. With
+one update per batch the ratio is 1 and the gradient the same.
 """
 
 from __future__ import annotations
@@ -27,9 +34,10 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
-from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue, RoleSpec
+from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, PromptValue, RoleSpec
 from tpu_rl.algos.controllers import combined, kl_controllers
 from tpu_rl.algos.roles import with_reference
+from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.losses.policy_batch import (
@@ -42,7 +50,7 @@ from tpu_rl.losses.policy_batch import (
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.ranges import In, NotNegative, Positive
+from tpu_rl.ranges import In, NotNegative, Positive, Share
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
@@ -55,7 +63,11 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
     completion per prompt, the greedy one, which is not learned from."""
     whiten: bool = True
     """Scale advantages to mean 0 and variance 1 over the batch."""
-    loss_aggregation: Literal["token_mean", "constant_length"] = "token_mean"
+    opponent_mix: Share | None = None
+    """Nash-MD: replace each reward by the chance to win against another sampler's completion of
+    the prompt, less 1/2. The sampler is the geometric mixture of policy and reference with this
+    share of the reference; 0.5 is usual, 0 is self-play."""
+    loss_aggregation: Literal["token_mean", "sequence_sum", "constant_length"] = "token_mean"
     gamma: Annotated[float, In("(0, 1]")] = 1.0
     """Discount per token, or per turn if `credit` is."""
     clip_low: Annotated[float, In("(0, 1]")] = 0.2
@@ -73,6 +85,12 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
     def __post_init__(self):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
+        if self.opponent_mix is not None and self.baseline == "greedy":
+            raise InputError(
+                "the greedy baseline is a reward, and the return is a chance to win",
+                where="--algorithm.opponent-mix, --algorithm.baseline",
+                fix="use --algorithm.baseline none",
+            )
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -80,12 +98,16 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
         prompt_value = None
         if self.baseline == "greedy":
             prompt_value = PromptValue("policy", samples=1, beta=1.0, greedy=True)
-        return ExperienceSpec("rollouts", smallest_group=smallest_group, prompt_value=prompt_value)
+        spec = ExperienceSpec("rollouts", smallest_group=smallest_group, prompt_value=prompt_value)
+        if self.opponent_mix is None:
+            return spec
+        return spec._replace(opponent=Opponent(self.opponent_mix), raw_returns=True)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(trainable=True)}
-        return with_reference(policy, self.has_kl, self.reference_reset_every > 0)
+        needed = self.has_kl or bool(self.opponent_mix)
+        return with_reference(policy, needed, self.reference_reset_every > 0)
 
 
 def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -109,7 +131,7 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
         rewards = rollout.rewards
         learned = learned_tokens(rollout)
         reference_log_probs = None
-        if "reference" in config.roles:
+        if config.has_kl:
             scale = state["kl_scale"] if "kl_scale" in controllers else 1.0
             reference_log_probs, penalty = reference_penalty(
                 config, roles["reference"], params, rollout, layout, sampling.temperature, scale

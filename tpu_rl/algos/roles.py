@@ -25,7 +25,7 @@ def with_reference(
 
 
 def moving_reference(
-    every: int, mix: float = 1.0
+    every: int, mix: float = 1.0, role: str = "reference"
 ) -> tuple[
     Callable[[Params], Array],
     Callable[[Params, Array, dict[str, Array]], tuple[Params, Array]],
@@ -34,6 +34,7 @@ def moving_reference(
 
     The state counts updates. At each `every`-th update the reference moves the share `mix` of the
     way to the policy; 1 makes them equal. The RoleSpec of the reference has `tracks_policy=mix`.
+    `role` is its name.
     """
 
     def init_state(params: Params) -> Array:
@@ -50,7 +51,7 @@ def moving_reference(
             # A mean with the weights 0 and 1 may round.
             return jnp.where(is_due, new if mix == 1 else (1 - mix) * old + mix * new, old)
 
-        moved = jax.tree.map(move, params["reference"], params["policy"])
-        return params | {"reference": moved}, updates + 1
+        moved = jax.tree.map(move, params[role], params["policy"])
+        return params | {role: moved}, updates + 1
 
     return init_state, after_update

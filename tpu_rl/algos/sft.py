@@ -9,6 +9,8 @@ completions replace those of the data, it is sequence-level distillation (arXiv 
 
     dft   w_t x stop_gradient(policy(y_t)): the gradient is that of the token's probability, so that
           tokens that the policy considers unlikely count less      arXiv 2508.05629, equation 9
+    ift   inputs that are moved to what the policy would write, and tokens that count by the losses
+          after them; see losses/intuitive.py                       arXiv 2405.11870
     pear  w_t x min(cap, prod_{j >= t} (policy(y_j) / author(y_j))^(gamma^(j - t))), of the policy
           before the batch: what it would write itself counts more, as a start for RL. The variant
           of tokens of PEAR, arXiv 2602.01058; weights are not divided by their mean
@@ -30,7 +32,7 @@ from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
-from tpu_rl.losses import advantages, masked, teachers
+from tpu_rl.losses import advantages, intuitive, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.ranges import NotNegative, Positive, Share
 from tpu_rl.types import (
@@ -55,9 +57,13 @@ class SftConfig:
     teacher: str | None = None
     """Imitate completions that this model samples, instead of the data's: a directory, a hub id or
     the model folder of a run."""
-    loss: Literal["nll", "dft"] = "nll"
+    loss: Literal["nll", "dft", "ift"] = "nll"
     """Loss of a token: its negative log-likelihood, or dynamic fine-tuning's, which weighs that by
-    the token's probability."""
+    the token's probability, or intuitive fine-tuning's, with mixed inputs and later losses."""
+    ift_mix: Share = 0.2
+    """ift: share of the policy's likeliest token in the embedding of each learned token."""
+    ift_gamma: Share = 0.95
+    """ift: discount per token of the losses after a token, which weigh it; 0 weighs all alike."""
     kl_coef: NotNegative = 0.0
     """Coefficient of the KL, in nats per token, from the policy before training."""
 
@@ -77,6 +83,20 @@ class SftConfig:
                 "author_gamma and author_cap are about PEAR's weights, which need the author",
                 where="--algorithm.author",
                 fix="give the model that wrote the data",
+            )
+
+        others = (SftConfig.ift_mix, SftConfig.ift_gamma)
+        if self.loss != "ift" and (self.ift_mix, self.ift_gamma) != others:
+            raise InputError(
+                f"the loss {self.loss} mixes no inputs and weighs by no later losses",
+                where="--algorithm.ift-mix, --algorithm.ift-gamma",
+                fix="use --algorithm.loss ift, too",
+            )
+        if self.loss == "ift" and (self.kl_coef or self.author is not None):
+            raise InputError(
+                "ift weighs tokens by its own losses, of mixed inputs",
+                where="--algorithm.loss, --algorithm.kl-coef or --algorithm.author",
+                fix="use --algorithm.loss nll",
             )
 
     @property
@@ -128,11 +148,29 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
                 policy - author, texts.action_mask, config.author_gamma
             )
             weights *= jnp.exp(jnp.minimum(log_weights, math.log(config.author_cap)))
-        return Batch(rows, {"policy": layout.pack(weights)}), state
+        packed = {"policy": layout.pack(weights)}
+        if config.loss == "ift":
+            by_text = masked.sequence_mean(counts != 0, layout.minibatch, layout.minibatches)
+            packed["completion"] = layout.pack(by_text)
+        return Batch(rows, packed), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["policy"]
         divergence = None
+        if config.loss == "ift":
+            mask = weights > 0
+            log_probs = intuitive.mixed_log_probs(
+                roles["policy"], params, batch.rows, mask, config.ift_mix
+            )
+            losses = jnp.where(mask, -log_probs, 0.0)
+            sequence_ids = batch.rows.sequence_ids
+            of_texts = intuitive.propagated(losses, weights, sequence_ids, config.ift_gamma)
+            by_text = batch.weights["completion"]
+            value = masked.total(by_text * of_texts, by_text > 0)
+            return value, {
+                "sft/loss": Sum(value, by_text.sum()),
+                "sft/mixed_nll": masked.weighted_average(losses, weights),
+            }
         if config.kl_coef:
             models = {name: roles[name] for name in ("policy", "reference")}
             compared = teachers.compare(models, params, batch.rows, _reference, beta=0.0)

@@ -15,8 +15,8 @@ import optax
 from jax.sharding import Mesh
 
 from tpu_rl import data, models
-from tpu_rl.algorithm_spec import SourceName
-from tpu_rl.algos import ALGORITHMS
+from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, SourceName
+from tpu_rl.algos import ALGORITHMS, controllers
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, fixed_settings
@@ -61,6 +61,7 @@ from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.sampler_thread import SamplerThread
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
+from tpu_rl.sampler import Speculation
 from tpu_rl.serving import agents
 from tpu_rl.serving.agents import Agent
 from tpu_rl.tokenizers import Tokenizer
@@ -265,6 +266,24 @@ def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -
     return engine(context.config, decoding(context, role, **settings), scorer(context))
 
 
+def learned_decoding(context: RunContext, spec: ExperienceSpec, role: str = "policy") -> Decoding:
+    """Return the decoding with which a role samples what the algorithm learns from."""
+    plain = decoding(context, role, record_routing=context.config.rollout.replay_routing)
+    if spec.adapts_temperature:
+        return replace(plain, policy=context.tempered_policy())
+    if spec.nucleus is not None:
+        return replace(plain, policy=context.restricted_policy(spec.nucleus))
+    return plain
+
+
+def opponent_engine(context: RunContext, opponent: Opponent, group_size: int) -> Engine:
+    """Return the engine by which the policy's opponent completes prompts."""
+    own = decoding(context, group_size=group_size, purpose=Purpose.BASELINE)
+    plain = replace(own.config, speculation=Speculation())
+    policy = context.opponent_policy(opponent)
+    return engine(context.config, replace(own, policy=policy, config=plain), scorer(context))
+
+
 # --- where experience comes from ---
 
 
@@ -323,11 +342,14 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
 def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
-    engine = rollout_engine(context, record_routing=settings.replay_routing)
+    spec = stage.algorithm.experience
+    adapts = spec.adapts_temperature
+    own = learned_decoding(context, spec)
+    answering = engine(context.config, own, scorer(context))
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
-        source = _source_of(context, engine, row_stream(context, stage), chain)
+        source = _source_of(context, answering, row_stream(context, stage), chain, adapts)
         return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = prompt_room(context.config, tokenizer)
@@ -337,7 +359,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         settings.curriculum,
         lambda row: tokenizer.row_length(row) <= room,
     )
-    source = _source_of(context, engine, stream, [stream.observe, *chain])
+    source = _source_of(context, answering, stream, [stream.observe, *chain], adapts)
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)
@@ -365,7 +387,11 @@ def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
 
 
 def _source_of(
-    context: RunContext, engine: Engine, stream: data.RowStream, chain: Sequence[Transform]
+    context: RunContext,
+    engine: Engine,
+    stream: data.RowStream,
+    chain: Sequence[Transform],
+    adapts_temperature: bool,
 ) -> Source:
     batch = context.config.batch
     settings = context.config.rollout
@@ -375,7 +401,10 @@ def _source_of(
         thread = _sampler_thread(context, engine)
         return stale_rollouts.stale_source(engine, stream, batch, chain, thread)
     rounds = settings.dynamic_sampling_rounds
-    return rollouts.rollout_source(engine, stream, batch, rounds, chain)
+    source = rollouts.rollout_source(engine, stream, batch, rounds, chain)
+    if not adapts_temperature:
+        return source
+    return rollouts.at_temperature(source, controllers.temperature_factor)
 
 
 def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:
@@ -416,6 +445,9 @@ def batch_transforms(
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))
+    if spec.opponent is not None:
+        size = context.config.batch.group_size
+        chain.append(transforms.chance_to_win(opponent_engine(context, spec.opponent, size)))
     if context.config.rollout.normalize_rewards:
         terms = registry.displayed(context.config.reward_terms)
         chain.append(transforms.normalized_rewards(terms))
@@ -453,6 +485,7 @@ def _completions(context: RunContext, stage: Stage, params: Params) -> Source:
         spec.shares(batch.prompts).get("policy", 0),
         _demonstrate(context),
         spec.sampled_by,
+        spec.teachers,
     )
 
 
@@ -495,6 +528,13 @@ def _step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
 def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     config = context.config
     spec = stage.algorithm.experience
+    if spec.opponent is not None:
+        half = config.batch.group_size // 2
+        return pairs.opposed_pair_source(
+            rollout_engine(context, group_size=half),
+            opponent_engine(context, spec.opponent, half),
+            row_stream(context, stage),
+        )
     if spec.sampled_by is not None:
         return pairs.sampled_pair_source(
             rollout_engine(context, spec.sampled_by),
@@ -830,6 +870,10 @@ def read_for_rollouts(context: RunContext, stage: Stage) -> list[Select]:
     names = list(spec.shares(context.config.batch.prompts))
     if spec.prompt_value is not None:
         names.append(spec.prompt_value.role)
+    if spec.opponent is not None:
+        names.extend(spec.opponent.roles)
+    if spec.nucleus is not None:
+        names.append("mask")
     return context.selects(names)
 
 

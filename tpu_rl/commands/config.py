@@ -650,6 +650,11 @@ def require_trainable(config: ExperimentConfig) -> None:
     specs = [algorithm.experience for algorithm in algorithms]
     config_checks.check_training(algorithms, config.sampling)
     config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
+    is_judged = bool(config.reward or config.environment or config.agent)
+    config_checks.check_opponent(specs, config.batch, config.rollout, is_judged)
+    config_checks.check_changing_sampler(
+        algorithms, config.batch, config.rollout, config.model.exact_sampling
+    )
     config_checks.check_dynamic_sampling(config.rollout, config.batch, specs)
     config_checks.check_added_rows(specs, config.environment or config.agent)
     config_checks.check_variance_filter(config.rollout, config.batch, specs)

@@ -489,6 +489,69 @@ def check_pairs(
         )
 
 
+def check_opponent(
+    specs: Sequence[ExperienceSpec], batch: BatchConfig, rollout: RolloutConfig, is_judged: bool
+) -> None:
+    """Check that something judges, and that each completion has another one of its prompt."""
+    opposed = [spec for spec in specs if spec.opponent is not None]
+    if opposed and not is_judged:
+        raise InputError(
+            "no reward tells the policy's completions from its opponent's",
+            where="--reward",
+            fix="name one",
+        )
+    if not any(spec.source == "pairs" for spec in opposed):
+        return
+    if batch.group_size % 2:
+        raise InputError(
+            f"{batch.group_size} completions of a prompt are not half the policy's",
+            where="--batch.group-size",
+            why="half of them are the policy's and half the reference's",
+            fix=f"use --batch.group-size {batch.group_size + 1}",
+        )
+    if rollout.dynamic_sampling_rounds:
+        raise InputError(
+            "dynamic sampling compares the completions of one model",
+            where="--rollout.dynamic-sampling-rounds, --algorithm.pairs",
+            fix="use --rollout.dynamic-sampling-rounds 0",
+        )
+
+
+def check_changing_sampler(
+    algorithms: Sequence[AlgorithmConfig],
+    batch: BatchConfig,
+    rollout: RolloutConfig,
+    exact_sampling: bool,
+) -> None:
+    """Check that a batch is learned with the mask and the temperature with which it was sampled."""
+    updates = batch.num_minibatches * batch.ppo_epochs
+    for algorithm in algorithms:
+        spec = algorithm.experience
+        if spec.nucleus is None and not spec.adapts_temperature:
+            continue
+        flag = (
+            "--algorithm.sampled-entropy" if spec.adapts_temperature else "--algorithm.mask-top-p"
+        )
+        every = getattr(algorithm, "mask_every", updates)
+        if every % updates:
+            raise InputError(
+                f"the mask would move within a batch of {updates} updates",
+                where="--algorithm.mask-every",
+                why="a batch is learned with the mask with which it was sampled",
+                fix=f"use a multiple of {updates}",
+            )
+        moved = "it may have moved since a completion began"
+        whys = {
+            "--batch.staleness": (batch.staleness > 0, moved),
+            "--rollout.partial": (rollout.partial > 0, moved),
+            "--model.exact-sampling": (
+                exact_sampling,
+                "the sampler's logits are divided or dropped",
+            ),
+        }
+        _refuse_together(flag, "a sampler that changes cannot be used", whys)
+
+
 def check_dynamic_sampling(
     rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
 ) -> None:

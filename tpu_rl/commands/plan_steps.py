@@ -293,7 +293,7 @@ def _calls_to_learn_from(planned: StagePlan) -> list[SamplerCall]:
         _call(
             planned,
             f" by {role}" if len(shares) > 1 else "",
-            compose.decoding(context, role, record_routing=context.config.rollout.replay_routing),
+            compose.learned_decoding(context, algorithm.experience, role),
             prompts,
             1,
             partial_prompts,

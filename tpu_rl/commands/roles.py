@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_rl import models, sampler, tokenizers
-from tpu_rl.algorithm_spec import RoleSpec, ScoreReadout
+from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
@@ -27,7 +27,7 @@ from tpu_rl.models.config import DecoderConfig, WeightDtype, image_tokens
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
-from tpu_rl.sampler import guided_policy
+from tpu_rl.sampler import derived_policies, guided_policy
 from tpu_rl.tokenizers import Tokenizer, require_same_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params, Policy, Purpose, Role, Roles
@@ -700,6 +700,44 @@ class RunContext(NamedTuple):
             return guided_policy.with_kl_coef(unguided.params(tree), algorithm.kl_coef)
 
         return unguided._replace(params=params)
+
+    def opponent_policy(self, opponent: Opponent) -> RolloutPolicy:
+        """Return the sampler whose completions the policy's are compared with."""
+        if len(opponent.roles) == 1:
+            return self.rollout_policy(opponent.roles[0])
+        policy, reference = map(self.policy, opponent.roles)
+        mixed = derived_policies.mix(policy, reference, opponent.reference_share)
+        return self._rollout_policy_of_two(mixed, opponent.roles, "--algorithm.opponent-mix")
+
+    def restricted_policy(self, top_p: float) -> RolloutPolicy:
+        """Return the policy in the nucleus of the role "mask"."""
+        temperature = self.config.sampling.temperature
+        policy = derived_policies.restrict(
+            self.policy("policy"), self.policy("mask"), top_p, temperature
+        )
+        return self._rollout_policy_of_two(policy, ("policy", "mask"), "--algorithm.mask-top-p")
+
+    def tempered_policy(self) -> RolloutPolicy:
+        """Return the policy at a temperature that is in the whole params tree; 1 without one."""
+        plain = self.rollout_policy("policy")
+
+        def params(tree: Params) -> Params:
+            return plain.params({derived_policies.TEMPERATURE: jnp.float32(1.0)} | tree)
+
+        return plain._replace(policy=derived_policies.tempered(plain.policy), params=params)
+
+    def _rollout_policy_of_two(
+        self, policy: Policy, names: Iterable[str], flag: str
+    ) -> RolloutPolicy:
+        if self.models["policy"].config.vision is not None:
+            raise InputError(
+                "two models that sample together read no images",
+                where=flag,
+                why="each of them would have image features of its own",
+                fix=f"leave {flag} out",
+            )
+        drafter = self.policy(self.drafter) if self.drafter else None
+        return rollout_policy(policy, self.selects(names), self.sampling_layout, drafter)
 
     def unrounded(self) -> RunContext:
         """Return the same with caches and weights as they are computed, so that accuracy is the

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl.rollout.scoring import Scored, group_size
+from tpu_rl.rollout import dynamic_sampling
+from tpu_rl.rollout.scoring import Scored, group_size, require_single_rows
 from tpu_rl.types import Pairs
 
 
@@ -32,6 +33,29 @@ def pair_up(scored: Scored) -> tuple[Pairs, int]:
         group_id=np.repeat(np.arange(len(best), dtype=np.int32), 2),
         preferred=np.tile([True, False], len(best)),
         margin=np.repeat(np.where(exists, margin, 0.0).astype(np.float32), 2),
+    )
+    return pairs, int((~exists).sum())
+
+
+def pair_with(scored: Scored, others: Scored) -> tuple[Pairs, int]:
+    """Return (pairs, number of those without a preference): each completion with the other of the
+    same place.
+
+    Each pair has two rows, the completion of `scored` first. Equal or missing rewards prefer none
+    of them; such a pair has rows without actions.
+    """
+    require_single_rows(scored)
+    require_single_rows(others)
+    count = len(scored.rewards)
+    order = np.arange(2 * count).reshape(2, -1).T.reshape(-1)
+    both = dynamic_sampling.take_rows([scored, others], order)
+    margin = scored.rewards - others.rewards
+    exists = np.isfinite(margin) & (margin != 0)
+    pairs = replace(
+        _graded(both, np.arange(2 * count), np.repeat(exists, 2)),
+        group_id=np.repeat(np.arange(count, dtype=np.int32), 2),
+        preferred=np.stack([margin > 0, margin < 0], axis=1).reshape(-1),
+        margin=np.repeat(np.where(exists, np.abs(margin), 0.0).astype(np.float32), 2),
     )
     return pairs, int((~exists).sum())
 

@@ -57,6 +57,27 @@ def sampled_pair_source(
     return Source(draw, stream.get_state, stream.set_state)
 
 
+def opposed_pair_source(policy: Engine, opponent: Engine, stream: data.RowStream) -> Source:
+    """Return the source of pairs of a completion of the policy and one of its opponent."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
+        own = policy.roll_out(state.params, request)
+        other = opponent.roll_out(state.params, request)
+        pairs, num_without = pairing.pair_with(own, other)
+        experience = from_scored(own, step, pairs)
+        opposed = from_scored(other, step)
+        experience.records.extend(record | {"by": "opponent"} for record in opposed.records)
+        experience.warnings.extend(opposed.warnings)
+        num_pairs = len(own.rewards)
+        experience.metrics["preference/pairs"] = num_pairs - num_without
+        experience.metrics["preference/no_pair"] = num_without / num_pairs
+        experience.metrics["preference/opponent_reward"] = opposed.metrics["reward/mean"]
+        return experience._replace(rollouts=experience.rollouts + opposed.rollouts)
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
 def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
     """Return the source of the stream's own pairs."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from tpu_rl import data
 from tpu_rl.data import Row
@@ -12,7 +14,8 @@ from tpu_rl.experience.transforms import Transform, apply
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import Scored
-from tpu_rl.types import TrainState
+from tpu_rl.sampler import derived_policies
+from tpu_rl.types import Array, TrainState
 
 
 def rollout_source(
@@ -44,3 +47,14 @@ def rollout_source(
         return from_scored(apply(transforms, scored, step, state), step)
 
     return Source(draw, stream.get_state, stream.set_state)
+
+
+def at_temperature(source: Source, factor_of: Callable[[Any], Array]) -> Source:
+    """Return the source that samples at a temperature which the algorithm's state has."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        factor = factor_of(state.algorithm_state)
+        params = state.params | {derived_policies.TEMPERATURE: factor}
+        return source.draw(step, replace(state, params=params))
+
+    return source._replace(draw=draw)

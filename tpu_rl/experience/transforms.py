@@ -24,7 +24,13 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored, by_episode, first_of_runs, place_rewards
+from tpu_rl.rollout.scoring import (
+    Scored,
+    by_episode,
+    first_of_runs,
+    place_rewards,
+    require_single_rows,
+)
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import RowSource, TrainState
 
@@ -108,6 +114,30 @@ def prompt_baseline(engine: Engine, spec: PromptValue) -> Transform:
         return replace(scored, rollout=rollout)
 
     return set_baseline
+
+
+def chance_to_win(opponent: Engine) -> Transform:
+    """Build the transform that compares completions with an opponent's, in place of their rewards.
+
+        return_i = P(y_i is preferred to y'_i) - 1/2 = sigmoid(r(y_i) - r(y'_i)) - 1/2
+
+    y'_i is the opponent's completion of the same prompt and place, and P that of Bradley and Terry.
+    The 1/2 is the mean against an equal opponent. `Scored.rewards` stay what they are.
+    """
+
+    def compare(scored: Scored, step: int, state: TrainState) -> Scored:
+        require_single_rows(scored)
+        request = RolloutRequest(scored.rows, step, policy_step=int(state.step))
+        others = opponent.roll_out(state.params, request)
+        require_single_rows(others)
+        chance = np.float32(1.0) / (1 + np.exp(np.asarray(others.rewards - scored.rewards)))
+        return replace(
+            scored,
+            parts={**scored.parts, "win": chance, "opponent": others.rewards},
+            rollout=place_rewards(scored.rollout, chance - np.float32(0.5)),
+        )
+
+    return compare
 
 
 def most_varied(share: float) -> Transform:

@@ -47,7 +47,7 @@ def token_log_probs(
     role: Role,
     params: Params,
     rows: PackedRows,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     *,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
@@ -77,7 +77,7 @@ def token_log_probs(
 
 
 def frozen_log_probs(
-    role: Role, params: Params, rows: PackedRows, temperature: float = 1.0
+    role: Role, params: Params, rows: PackedRows, temperature: Array | float = 1.0
 ) -> Array:
     """Compute log-probs of a whole batch [M, K, R, S], without gradients.
 
@@ -91,7 +91,7 @@ def frozen_log_probs(
 
 
 def frozen_score_norms(
-    role: Role, params: Params, rows: PackedRows, temperature: float = 1.0
+    role: Role, params: Params, rows: PackedRows, temperature: Array | float = 1.0
 ) -> Array:
     """Compute |d log p(token) / d logits|^2 of a whole batch [M, K, R, S], without gradients.
 
@@ -117,7 +117,7 @@ def log_probs_of_hidden(
     params: Params,
     hidden: Array,
     rows: PackedRows,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     *,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,

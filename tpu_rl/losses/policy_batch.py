@@ -63,6 +63,8 @@ class PolicyBatch:
         default=None, kw_only=True, pytree_node=False
     )
     """See `SamplerCorrection`; None masks nothing."""
+    temperature: Array | None = struct.field(default=None, kw_only=True)
+    """The temperature that the batch was sampled at, if it changes from batch to batch."""
     compared: Array | None = struct.field(default=None, kw_only=True)
     """1 at actions whose turn has others to be compared with, 0 at other tokens; None if a group
     compares episodes. For the metric policy/compared."""
@@ -89,7 +91,7 @@ def actions_of(rollout: Rollout, source: RowSource = RowSource.POLICY) -> Array:
 
 
 def recomputed_log_probs(
-    policy: Role, params: Params, rollout: Rollout, layout: Layout, temperature: float
+    policy: Role, params: Params, rollout: Rollout, layout: Layout, temperature: Array | float
 ) -> TokenLogProbs:
     """Return the policy's log-probs and entropies at its actions, by a forward pass of the trainer.
 
@@ -111,7 +113,7 @@ def corrected(
     params: Params,
     rollout: Rollout,
     layout: Layout,
-    temperature: float,
+    temperature: Array | float,
     with_entropy: bool = False,
 ) -> Corrected:
     """Return `sampler_correction.correct`, with old log-probs of the trainer if the configuration
@@ -128,7 +130,7 @@ def reference_penalty(
     params: Params,
     rollout: Rollout,
     layout: Layout,
-    temperature: float,
+    temperature: Array | float,
     scale: Array | float = 1.0,
 ) -> tuple[Array, Array]:
     """Return the reference's log-probs, packed [M, K, R, S], and the penalty of each token [N, T]
@@ -378,7 +380,7 @@ def make_policy_batch(
     reference: Role | None,
     advantage: advantages.Advantage,
     weighting: masked.Weighting,
-    temperature: float,
+    temperature: Array | float,
     max_new_tokens: int,
     kl: ReferenceKl = ReferenceKl(),
     kl_scale: Array | float = 1.0,

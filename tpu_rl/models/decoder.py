@@ -60,6 +60,7 @@ from tpu_rl.train.sharding import constrain, spread
 from tpu_rl.types import (
     FEATURES,
     MISSING_POSITIONS,
+    MIXED_INPUTS,
     ROUTING,
     SHARED_PROMPT,
     Array,
@@ -108,6 +109,8 @@ class Context(NamedTuple):
     """[B, T]: the ids, for layers that add to those of images; None if none does."""
     features: vision.Features | None = None
     """The features of images that tokens refer to (see `models.vision`)."""
+    mixed: dict[str, Array] | None = None
+    """See `types.MIXED_INPUTS`."""
     reused: LatestKeys | None = None
     """The keys and values that layers reuse; None before the first of these layers."""
 
@@ -901,7 +904,11 @@ class Decoder(Weights):
         axes = _activation_axes(cache)
         scale = config.vocab.embedding_scale
         words = tokens if config.vision is None else jnp.minimum(tokens, config.vocab.size - 1)
-        x = _embed(self.weight("embedding"), words, scale, config.dtype, axes)
+        table = self.weight("embedding")
+        x = _embed(table, words, scale, config.dtype, axes)
+        if context.mixed is not None:
+            others = _embed(table, context.mixed["tokens"], scale, config.dtype, axes)
+            x += (context.mixed["share"] * (others - x)).astype(x.dtype)
         if config.vision is not None:
             features = context.features
             x = vision.place_features(config, x, tokens, features)
@@ -1174,11 +1181,14 @@ def decoder(config: DecoderConfig) -> Model:
             token_index = TokenIndex(*(field[:, order] for field in token_index))
             key_tiles = None  # They list tiles of tokens in their original order.
             routing = None if routing is None else routing[:, order]
+        mixed = params.get(MIXED_INPUTS)
+        if mixed is not None and token_shards > 1:
+            mixed = mixed | {"tokens": mixed["tokens"][:, order]}
         features = None if images is None else vision.features(config, params, images)
         positions = vision.rotary_positions(config, tokens, token_index.positions, features)
         context = packed_context(config, token_index, key_tiles, paths, routing, positions)
         queries = vision.two_way(config, tokens, token_index)
-        context = context._replace(queries=queries, features=features)
+        context = context._replace(queries=queries, features=features, mixed=mixed)
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:

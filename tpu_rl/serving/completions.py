@@ -69,6 +69,8 @@ def choice(
     turn = reply.turn
     echoed = reply.prompt if request.echo else []
     shown = {"index": index, "text": reply.text, "finish_reason": reply.finish}
+    # The stop string that ended it, as vLLM says it.
+    shown["stop_reason"] = reply.stop
     if echoed:
         shown["text"] = tokenizer.decode(echoed) + reply.text
     shown |= {"token_ids": turn.tokens, "logprobs": None}

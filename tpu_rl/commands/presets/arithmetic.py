@@ -185,6 +185,13 @@ def arithmetic_ppo() -> ExperimentConfig:
     )
 
 
+def arithmetic_nlpo() -> ExperimentConfig:
+    """NLPO (arXiv 2210.01241): `arithmetic_ppo` within the top-p nucleus of an older policy."""
+    base = arithmetic_ppo()
+    assert isinstance(base.algorithm, PpoConfig)
+    return replace(base, algorithm=replace(base.algorithm, mask_top_p=0.9))
+
+
 def arithmetic_vc_ppo() -> ExperimentConfig:
     """VC-PPO (arXiv 2503.01491): `arithmetic_ppo` with a critic that is fitted to Monte-Carlo
     returns.
@@ -234,6 +241,18 @@ def arithmetic_reinforce() -> ExperimentConfig:
     return replace(arithmetic_ppo(), algorithm=ReinforceConfig())
 
 
+def arithmetic_nash_md() -> ExperimentConfig:
+    """Nash-MD (arXiv 2312.00886) on the default run's problems: REINFORCE whose reward is the
+    chance to win against the mixture of policy and reference.
+
+    A right answer wins against a wrong one with the chance sigmoid(5).
+    """
+    algorithm = ReinforceConfig(
+        whiten=False, opponent_mix=0.5, loss_aggregation="sequence_sum", kl_reward_coef=0.01
+    )
+    return replace(arithmetic_ppo(), algorithm=algorithm, reward=("5*arithmetic",))
+
+
 def arithmetic_a_star_po() -> ExperimentConfig:
     """A*-PO on the default run's problems.
 
@@ -266,6 +285,13 @@ def arithmetic_dpo() -> ExperimentConfig:
         evaluation=EvaluationConfig(rows=500, interval=20),
         steps=80,
     )
+
+
+def arithmetic_xpo() -> ExperimentConfig:
+    """XPO (arXiv 2405.21046) on the default run's problems: online DPO whose pairs are a completion
+    of the policy and one of the reference, with an optimistic term."""
+    algorithm = DpoConfig(pairs="policy_and_reference", beta=0.3, optimism_coef=1e-3)
+    return replace(arithmetic_dpo(), algorithm=algorithm)
 
 
 def arithmetic_bco() -> ExperimentConfig:
