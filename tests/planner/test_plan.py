@@ -701,7 +701,7 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
     teachers = [
         name
         for name, value in asdict(config.algorithm).items()
-        if name.startswith("teacher") and value is not None
+        if name in ("teacher", "teacher_reverse") and value is not None
     ]
     config = replace(
         config, algorithm=replace(config.algorithm, **dict.fromkeys(teachers, "builtin:arithmetic"))

@@ -109,6 +109,12 @@ class DistillConfig:
                 where="--algorithm.further-teachers",
                 fix="use completions of the policy or of the data, and another target",
             )
+        if len(names) == 1 and self.teacher_column != DistillConfig.teacher_column:
+            raise InputError(
+                "the column names one of several teachers",
+                where="--algorithm.teacher-column",
+                fix="give --algorithm.further-teachers, too",
+            )
         if self.target == "contrastive" and self.teacher_reverse is None:
             raise InputError(
                 "the contrastive target needs a second model",
