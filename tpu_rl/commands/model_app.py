@@ -94,6 +94,7 @@ def make(
         is_open=is_open,
         score=functools.partial(score, params),
         images=images,
+        has_page=True,
     )
 
 

@@ -188,7 +188,9 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     warm_up(pump, application.default, language)
     running = server.Server(application, bound)
     running.start()
-    print(f"serving {flags.model} at {running.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    page = f"{running.url.removesuffix('v1')} in a browser talks to it"
+    line = f"serving {flags.model} at {running.url}; {page} (Ctrl-C ends it)"
+    print(line, file=sys.stderr, flush=True)
     is_over = watch_signals(pump.wake)
     try:
         while not is_over():

@@ -1,5 +1,6 @@
 """The routes of the server, as an ASGI application.
 
+    GET  /                         a page to talk to the model, if the server has one
     GET  /health
     GET  /v1/models
     POST /v1/chat/completions      OpenAI's messages, with token ids and log-probs in the answer
@@ -39,7 +40,15 @@ from tpu_rl.errors import TpuRlError
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.prompts import stop_at
 from tpu_rl.sampler import Score, Scores, Turn, TurnRequest
-from tpu_rl.serving import chat, chat_completions, completions, messages, protocol, responses
+from tpu_rl.serving import (
+    chat,
+    chat_completions,
+    chat_page,
+    completions,
+    messages,
+    protocol,
+    responses,
+)
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Options, TextRequest
 from tpu_rl.serving.pump import Closed, Conversations, Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
@@ -75,6 +84,12 @@ CONVERSATIONS: dict[str, Protocol] = {
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Page(NamedTuple):
+    """An answer for a browser."""
+
+    html: str
 
 
 class BegunCall(NamedTuple):
@@ -232,6 +247,8 @@ class App:
     """Computes log-probs of texts, in the thread that owns the devices."""
     images: ImageTable | None = None
     """Reads images. None: requests have texts only."""
+    has_page: bool = False
+    """True if people may talk to the model in a browser (`chat_page`)."""
 
     def __post_init__(self):
         self._created = int(time.time())
@@ -242,7 +259,9 @@ class App:
         assert scope["type"] == "http"
         is_anthropic = scope["path"].startswith(MESSAGES)
         error_body = messages.error_body if is_anthropic else ApiError.as_body
-        await respond(self._answer(scope, receive), send, receive, error_body)
+        headers = headers_of(scope)
+        further = chat_page.cross_origin(headers) if self.has_page else []
+        await respond(self._answer(scope, receive), send, receive, error_body, further)
 
     async def _answer(self, scope: Mapping[str, Any], receive: Receive) -> Any:
         headers = headers_of(scope)
@@ -251,6 +270,7 @@ class App:
         body = await receive_body(receive) if method == "POST" else b""
         require_loopback_name(headers, self.is_open)
         routes: dict[str, tuple[str, Callable[..., Any]]] = {
+            **({"/": ("GET", self._page)} if self.has_page else {}),
             "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
             **{
@@ -264,9 +284,11 @@ class App:
         if path not in routes:
             raise ApiError(404, f"there is no {path}; there is {', '.join(routes)}")
         expected, handler = routes[path]
+        if method == "OPTIONS" and self.has_page:
+            return {}  # A browser asks which pages may ask; `cross_origin` answers.
         if method != expected:
             raise ApiError(405, f"{path} is asked by {expected}")
-        if path == "/health":
+        if path in ("/", "/health"):
             return handler()
         account = self.find_account(api_key(headers))
         if account is None:
@@ -276,6 +298,9 @@ class App:
         return await handler(account, read_json(headers, body))
 
     # --- routes ---
+
+    def _page(self) -> Page:
+        return Page(chat_page.PAGE)
 
     def _health(self) -> dict[str, Any]:
         return {"status": "ok"}
@@ -563,8 +588,9 @@ async def respond(
     send: Send,
     receive: Receive | None = None,
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.as_body,
+    further: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    """Send an answer: a JSON value, an iterator over events, or bytes in protocol buffers.
+    """Send an answer: a JSON value, an iterator over events, bytes in protocol buffers, or a page.
 
     An exception is sent as an error; after the first event of a stream it is the last event. A
     stream whose client has gone is closed.
@@ -574,6 +600,7 @@ async def respond(
         send: sends a message of ASGI.
         receive: receives one, such as that the client has gone. The body has been read.
         error_body: the form of errors.
+        further: headers of every answer.
     """
     events: AsyncGenerator[bytes] | None = None
     parts: list[bytes] = []
@@ -591,11 +618,16 @@ async def respond(
     if events is not None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     else:
-        is_json = not isinstance(content, bytes)
-        parts = [json.dumps(content).encode() if is_json else content]
-        kind = b"application/json" if is_json else b"application/x-protobuf"
-        size = str(len(parts[0])).encode()
-        headers = [(b"content-type", kind), (b"content-length", size)]
+        match content:
+            case bytes():
+                part, kind = content, b"application/x-protobuf"
+            case Page(html):
+                part, kind = html.encode(), b"text/html; charset=utf-8"
+            case _:
+                part, kind = json.dumps(content).encode(), b"application/json"
+        parts = [part]
+        headers = [(b"content-type", kind), (b"content-length", str(len(part)).encode())]
+    headers += further
     if status == 408:
         # The rest of the body is not read.
         headers.append((b"connection", b"close"))
