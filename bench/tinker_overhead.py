@@ -34,7 +34,7 @@ import tinker
 from tpu_rl import tokenizers
 
 RECIPE = arms.ROOT / "recipes" / "word_reversal"
-PROMPTS, GROUP_SIZE, MAX_TOKENS, RANK = 16, 8, 24, 16
+PROMPTS, GROUP_SIZE, MAX_TOKENS, RANK = 8, 8, 24, 16
 RATE = 1e-9
 COMPILING = 2
 """Steps at the beginning that compile programs."""
