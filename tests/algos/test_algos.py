@@ -235,7 +235,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
 
 @pytest.mark.slow
 def test_nash_md_has_the_gradient_of_trl(float64):
-    """TRL 1.10, `NashMDTrainer._compute_losses`: the mean of beta sum_t x_t log pi_t
+    """An earlier TRL, `NashMDTrainer._compute_losses`: the mean of beta sum_t x_t log pi_t
     - (P - 1/2) sum_t log pi_t, where x is the log-ratio to the reference, without a gradient."""
     params, config = tiny.init_params(MODEL), CASES["nash_md"].config
     data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)

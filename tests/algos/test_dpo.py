@@ -331,7 +331,7 @@ def trl_mpo(pairs: TrlPairs) -> Array:
 
 
 def trl_xpo(pairs: TrlPairs) -> Array:
-    """TRL 1.10: `XPOTrainer._compute_losses`; the second of each pair is the reference's."""
+    """An earlier TRL: `XPOTrainer._compute_losses`; the second of each pair is the reference's."""
     of_reference = jnp.where(pairs.mask, pairs.log_probs, 0.0).sum(-1)[1::2]
     return trl_dpo(pairs) + 0.2 * of_reference
 
