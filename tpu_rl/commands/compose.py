@@ -278,10 +278,11 @@ def learned_decoding(context: RunContext, spec: ExperienceSpec, role: str = "pol
 
 def opponent_engine(context: RunContext, opponent: Opponent, group_size: int) -> Engine:
     """Return the engine by which the policy's opponent completes prompts."""
-    own = decoding(context, group_size=group_size, purpose=Purpose.BASELINE)
-    plain = replace(own.config, speculation=Speculation())
+    of_policy = decoding(context, group_size=group_size, purpose=Purpose.BASELINE)
+    plain = replace(of_policy.config, speculation=Speculation())
     policy = context.opponent_policy(opponent)
-    return engine(context.config, replace(own, policy=policy, config=plain), scorer(context))
+    of_opponent = replace(of_policy, policy=policy, config=plain)
+    return engine(context.config, of_opponent, scorer(context))
 
 
 # --- where experience comes from ---

@@ -352,9 +352,14 @@ def load_settings(flags: Flags) -> ExperimentConfig:
         environment=config.environment if flags.environment is None else flags.environment,
         sampling=replace(config.sampling, stop_strings=stop_strings),
     )
-    names = ("chat", "system", "min_pixels", "max_pixels")
-    changes = {name: getattr(flags.data, name) for name in names}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    data = flags.data
+    settings = {
+        "chat": data.chat,
+        "system": data.system,
+        "min_pixels": data.min_pixels,
+        "max_pixels": data.max_pixels,
+    }
+    changes = {name: value for name, value in settings.items() if value is not None}
     if flags.data.templates and isinstance(config.data, FileData):
         bare = replace(config.data, templates=(), evaluation_templates=())
         config = replace(config, data=bare)

@@ -108,8 +108,8 @@ def choose_rows(
     rows = row_devices
     while 2 * rows <= most and needed(2 * rows) <= UPDATE_MEMORY * memory:
         rows *= 2
-    own = f"{rows // row_devices} on each of {row_devices} devices"
-    line = f"micro-batches of {rows} rows, {own} (--batch.micro-batch-rows)"
+    share = f"{rows // row_devices} on each of {row_devices} devices"
+    line = f"micro-batches of {rows} rows, {share} (--batch.micro-batch-rows)"
     return with_micro_batch(config, rows), line
 
 

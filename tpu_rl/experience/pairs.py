@@ -62,14 +62,14 @@ def opposed_pair_source(policy: Engine, opponent: Engine, stream: data.RowStream
 
     def draw(step: int, state: TrainState) -> StepExperience:
         request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
-        own = policy.roll_out(state.params, request)
-        other = opponent.roll_out(state.params, request)
-        pairs, num_without = pairing.pair_with(own, other)
-        experience = from_scored(own, step, pairs)
-        opposed = from_scored(other, step)
+        of_policy = policy.roll_out(state.params, request)
+        of_opponent = opponent.roll_out(state.params, request)
+        pairs, num_without = pairing.pair_with(of_policy, of_opponent)
+        experience = from_scored(of_policy, step, pairs)
+        opposed = from_scored(of_opponent, step)
         experience.records.extend(record | {"by": "opponent"} for record in opposed.records)
         experience.warnings.extend(opposed.warnings)
-        num_pairs = len(own.rewards)
+        num_pairs = len(of_policy.rewards)
         experience.metrics["preference/pairs"] = num_pairs - num_without
         experience.metrics["preference/no_pair"] = num_without / num_pairs
         experience.metrics["preference/opponent_reward"] = opposed.metrics["reward/mean"]

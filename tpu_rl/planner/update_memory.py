@@ -28,7 +28,7 @@ from tpu_rl.planner.estimates import matmul_weights
 from tpu_rl.train import sharding
 
 PRODUCTS_KEPT = {"full": 0.0, "save-dots": 1.0, "none": 3.0}
-"""What --model.remat keeps of each layer, in products of the layer."""
+"""Memory that --model.remat keeps of each layer, in products of the layer."""
 
 
 def temporaries(
@@ -49,20 +49,21 @@ def temporaries(
     """
     tensor = sizes["tensor"]
     size = jnp.dtype(config.dtype).itemsize
-    hidden, layers = config.hidden_size, len(config.layer_types)
+    hidden = config.hidden_size
+    layers = len(config.layer_types)
     outputs = config.num_outputs or config.vocab.size
-    parts = param_shapes(replace(config, adapters=None))
+    shapes = param_shapes(replace(config, adapters=None))
     in_layers = sum(
         leaf.size
-        for name, part in parts.items()
+        for name, part in shapes.items()
         if name not in ("embedding", "unembedding")
         for leaf in jax.tree.leaves(part)
     )
     products = (matmul_weights(config) - hidden * outputs) / layers / hidden / tensor
-    kept = layers * (hidden + PRODUCTS_KEPT[config.remat] * products)
+    kept_per_token = layers * (hidden + PRODUCTS_KEPT[config.remat] * products)
     gathered = (in_layers / layers / sizes["expert"] + hidden * outputs) / tensor
     if all(sizes[axis] == 1 for axis in sharding.RULES["embed"]):
         gathered = 0.0
     logits = 8 * outputs / tensor * min(tokens, chunk_tokens)
     weights = own_weights * (4 + 2 * size) + 3 * size * gathered
-    return int(weights + logits + size * tokens * (kept + 3 * products))
+    return int(weights + logits + size * tokens * (kept_per_token + 3 * products))

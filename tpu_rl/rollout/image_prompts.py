@@ -240,11 +240,11 @@ class ImageTable:
             new, self._new = self._new, []
         if processes.count() == 1:
             return
-        told = [
+        new_images = [
             [image.start, image.pieces.shape, base64.b64encode(image.pieces.tobytes()).decode()]
             for image in new
         ]
-        for process, of_process in enumerate(processes.gather(told)):
+        for process, of_process in enumerate(processes.gather(new_images)):
             if process == processes.index():
                 continue
             for start, shape, content in of_process:

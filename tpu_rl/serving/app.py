@@ -620,13 +620,16 @@ async def respond(
     else:
         match content:
             case bytes():
-                part, kind = content, b"application/x-protobuf"
+                content_type = b"application/x-protobuf"
+                parts = [content]
             case Page(html):
-                part, kind = html.encode(), b"text/html; charset=utf-8"
+                content_type = b"text/html; charset=utf-8"
+                parts = [html.encode()]
             case _:
-                part, kind = json.dumps(content).encode(), b"application/json"
-        parts = [part]
-        headers = [(b"content-type", kind), (b"content-length", str(len(part)).encode())]
+                content_type = b"application/json"
+                parts = [json.dumps(content).encode()]
+        size = str(len(parts[0])).encode()
+        headers = [(b"content-type", content_type), (b"content-length", size)]
     headers += further
     if status == 408:
         # The rest of the body is not read.
