@@ -55,6 +55,7 @@ def serving(model: Path | str, folder: Path) -> Iterator[tinker.ServiceClient]:
     log = folder / "server.log"
     command = [sys.executable, str(arms.ROOT / "launch/serve.py"), str(model), "--tinker"]
     command += ["--port", "0", "--max-model-len", "128", "--max-num-seqs", "64"]
+    command += ["--remat", "none"]
     command += ["--max-lora-rank", str(RANK), "--state-dir", str(folder / "states")]
     with log.open("w") as file:
         process = subprocess.Popen(command, stderr=file, stdout=file)

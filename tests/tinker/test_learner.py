@@ -36,10 +36,24 @@ def adapter_of(learner, seed=0, spec=SPEC):
     return learner.adapter_of(spec, own), own
 
 
-def data_of(name, width=0):
+def texts_of(trees):
+    """Return token ids of texts that stand alone, or of texts that begin alike."""
+    rng = np.random.default_rng(2)
+    one, other = (rng.integers(0, 131, n).astype(np.int32) for n in (40, 23))
+    if not trees:
+        return [one[:5], one, other[:17]]
+    ends = [rng.integers(0, 131, n).astype(np.int32) for n in (3, 9, 9)]
+    # Branches of two prompts, out of order; a branch of a branch; a prefix; the same text twice.
+    first, second, third = (np.concatenate([one[:30], end]) for end in ends)
+    deeper = np.concatenate([first, ends[1]])
+    return [first, other, one[:30], second, deeper, other[:20], first, third]
+
+
+def data_of(name, width=0, trees=False):
     rng = np.random.default_rng(2)
     data = []
-    for length in (5, 40, 17):
+    for text in texts_of(trees):
+        length = len(text)
         shape = (length, width) if width else (length,)
         inputs = {"target_tokens": rng.integers(0, 131, shape)}
         if name == "cross_entropy":
@@ -47,7 +61,7 @@ def data_of(name, width=0):
         else:
             inputs["logprobs"] = -rng.random(length).astype(np.float32) * 6
             inputs["advantages"] = rng.normal(size=length).astype(np.float32)
-        data.append(Datum(rng.integers(0, 131, length).astype(np.int32), inputs))
+        data.append(Datum(text, inputs))
     return data
 
 
@@ -77,12 +91,13 @@ def local_loss(name, learner, own, data):
     return total
 
 
+@pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize(
     ("name", "width"), [*((name, 0) for name in losses.LOSSES), ("cross_entropy", 3)]
 )
-def test_losses_and_gradients_are_those_of_their_formulas(learner, name, width):
+def test_losses_and_gradients_are_those_of_their_formulas(learner, name, width, trees):
     adapter, own = adapter_of(learner)
-    data = data_of(name, width)
+    data = data_of(name, width, trees)
     beta = losses.check(name, {}, data, 131)
     for _ in range(2):
         outputs = learner.backward(adapter, name, {}, beta, data)

@@ -297,7 +297,6 @@ def test_losses_have_their_values_by_hand():
     weights = np.array([[0.5], [0.0], [2.0]])
     numbers = Numbers(np.zeros((3, 1), int), weights, q, a, low, high)
     numbers = Numbers(*(np.asarray(part, np.float32)[None] for part in numbers))
-    rows = types.SimpleNamespace(segment_ids=np.ones((1, 3), int))
     expected = {
         "cross_entropy": [-0.5 * np.log(0.6), 0.0, -2 * np.log(0.5)],
         "importance_sampling": [-2.0, -1.0, 0.0],
@@ -307,7 +306,7 @@ def test_losses_have_their_values_by_hand():
         "dro": (-(a * x - 0.025 * (x - q) ** 2)).tolist(),
     }
     for name, loss in losses.LOSSES.items():
-        found = loss.losses(np.float32(x)[None, :, None], numbers, rows, np.float32(0.05))
+        found = loss.losses(np.float32(x)[None, :, None], numbers, np.float32(0.05))
         np.testing.assert_allclose(np.asarray(found)[0], expected[name], atol=1e-6, err_msg=name)
 
 

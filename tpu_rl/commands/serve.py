@@ -24,11 +24,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 import tyro
 
+from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, model_app, roles, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
@@ -49,7 +51,7 @@ WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
 MOST_RANK = 128
-OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "state_dir")
+OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "remat", "state_dir")
 """Flags that need --tinker."""
 
 
@@ -91,6 +93,9 @@ class Flags:
     memory and time."""
     max_loras: int = 16
     """--tinker: training clients at once."""
+    remat: Literal["full", "save-dots", "none"] = "full"
+    """--tinker: what the backward pass computes again, as --model.remat in training. "none" is the
+    fastest and takes the most memory."""
     state_dir: Path = Path("runs/tinker")
     """--tinker: the folder of saved states."""
 
@@ -216,7 +221,8 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
     directory = str(Path(path).resolve()) if Path(path).is_dir() else path
     mesh = compose.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        learner = Learner(language.model, params, mesh, flags.max_lora_rank, length)
+        model = models.with_remat(language.model, flags.remat)
+        learner = Learner(model, params, mesh, flags.max_lora_rank, length)
         saved = Store(flags.state_dir, learner, directory)
         slots = flags.max_num_seqs
         runs = flags.max_loras

@@ -8,25 +8,29 @@ are one program too, and data are packed into rows of a few sizes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jax.sharding import Mesh
 
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.losses.log_probs import log_probs_of_hidden, over_actions, tokens_at_once, vocabulary
+from tpu_rl.losses.log_probs import (
+    following,
+    log_probs_of_hidden,
+    over_actions,
+    tokens_at_once,
+    vocabulary,
+)
 from tpu_rl.models.config import ALL_LINEAR, LORA_B
 from tpu_rl.serving.protocol import ApiError
-from tpu_rl.tinker import losses
-from tpu_rl.tinker.losses import Numbers
+from tpu_rl.tinker import losses, packed
+from tpu_rl.tinker.packed import Batch, Targets
 from tpu_rl.tinker.wire import Datum
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Array, Model, PackedRows, Params, PerToken
@@ -35,20 +39,6 @@ ALPHA = 32.0
 """The scale of an adapter is ALPHA / rank, as in Tinker."""
 MLP = ("gate", "up", "down")
 """The matrices of `train_mlp`; those of `train_attn` are the other matrices of layers."""
-SLOTS_AT_ONCE = 2048
-"""Slots of a micro-batch, unless one sequence has more."""
-SHORTEST_ROW = 32
-"""Rows have this length, times a power of two."""
-
-
-@struct.dataclass
-class Batch:
-    """Data in packed rows; leaves are [K, R, S, ...]."""
-
-    rows: PackedRows
-    """The tokens that the model reads."""
-    numbers: Numbers
-    """The target after each token, and its numbers."""
 
 
 class LoraSpec(NamedTuple):
@@ -90,31 +80,27 @@ class Outputs(NamedTuple):
 
     loss: float
     log_probs: list[np.ndarray]
-    """[n, K] of each datum."""
+    """[n, C] of each datum."""
 
 
 class Scores(NamedTuple):
     """Log-probs of a text of n tokens. The first token has none."""
 
     log_probs: np.ndarray
-    """[n - 1, K] of the targets after each token but the last."""
+    """[n - 1, C] of the targets after each token but the last."""
     top_ids: np.ndarray
     """[n - 1, k] int32, the most likely first."""
     top_log_probs: np.ndarray
     """[n - 1, k]."""
 
 
-def target_log_probs(model: Model, params: Params, rows: PackedRows, targets: Array) -> Array:
-    """Return log-probs [R, S, K] of any targets [R, S, K] after the tokens of packed rows."""
+def target_log_probs(model: Model, params: Params, rows: PackedRows, targets: Targets) -> Array:
+    """Return log-probs [R, A, C] of any targets after the tokens of packed rows."""
     role = models.role(model, lambda params: params)
     hidden = role.hidden(params, rows)
-    here = jnp.broadcast_to(jnp.arange(targets.shape[1], dtype=jnp.int32), targets.shape[:2])
-    # Each slot predicts its own target, so the slot before a target is the target's own.
-    after = rows.replace(  # pyright: ignore[reportAttributeAccessIssue] (of a flax struct)
-        tokens=targets[..., 0], previous=here, positions=rows.positions + 1
-    )
-    if targets.shape[-1] == 1:
-        return log_probs_of_hidden(role, params, hidden, after).log_probs[..., None]
+    predicted = _predicted(targets)
+    if targets.tokens.shape[-1] == 1:
+        return log_probs_of_hidden(role, params, hidden, predicted).log_probs[..., None]
 
     def of_chunk(tokens: Array, states: Array, several: Array) -> Array:
         del tokens
@@ -123,7 +109,24 @@ def target_log_probs(model: Model, params: Params, rows: PackedRows, targets: Ar
         return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     chunk = tokens_at_once(vocabulary(role, params, hidden))
-    return over_actions(of_chunk, after, hidden, targets, chunk_tokens=chunk)
+    # `over_actions` takes states and targets from the same slots: those of the targets.
+    states = following(hidden, targets.slots)
+    here = jnp.broadcast_to(jnp.arange(states.shape[1], dtype=jnp.int32), states.shape[:2])
+    at_targets = predicted.replace(previous=here)  # pyright: ignore[reportAttributeAccessIssue]
+    return over_actions(of_chunk, at_targets, states, targets.tokens, chunk_tokens=chunk)
+
+
+def _predicted(targets: Targets) -> PackedRows:
+    """Return rows whose tokens are targets, each after a slot of the rows that the model reads."""
+    ones = jnp.ones_like(targets.slots)
+    return PackedRows(
+        tokens=targets.tokens[..., 0],
+        positions=ones,
+        segment_ids=ones,
+        branch_ids=ones,
+        sequence_ids=ones,
+        previous=targets.slots,
+    )
 
 
 @dataclass
@@ -268,12 +271,12 @@ class Learner:
         return Outputs(float(loss), unpack(log_probs))
 
     def score(self, snapshot: Params, tokens: list[int], targets: np.ndarray, top: int) -> Scores:
-        """Return log-probs of targets [n - 1, K] after the tokens of a text, and the `top` ones."""
-        width = _power_of_two(max(targets.shape[1], 1))
+        """Return log-probs of targets [n - 1, C] after the tokens of a text, and the `top` ones."""
+        width = packing.power_of_two(max(targets.shape[1], 1))
         datum = Datum(np.asarray(tokens[:-1], np.int32), {"target_tokens": targets})
         batch, unpack = self._pack({}, [datum], width)
-        k = min(_power_of_two(top), self.model.config.vocab.valid) if top else 0
-        scored = self._score(self.base_params, snapshot, batch.rows, batch.numbers.targets, k)
+        k = min(packing.power_of_two(top), self.model.config.vocab.valid) if top else 0
+        scored = self._score(self.base_params, snapshot, batch.rows, batch.targets, k)
         log_probs, top_values, top_ids = (unpack(values)[0] for values in scored)
         return Scores(log_probs[:, : targets.shape[1]], top_ids[:, :top], top_values[:, :top])
 
@@ -304,11 +307,11 @@ class Learner:
     def _loss(
         self, params: Params, batch: Batch, kind: Array, beta: Array
     ) -> tuple[Array, dict[str, PerToken]]:
-        """Return the loss of a micro-batch [R, S], and its log-probs [R, S, K]."""
-        numbers, rows = batch.numbers, batch.rows
-        log_probs = target_log_probs(self.model, params, rows, numbers.targets)
-        values = losses.losses_of(kind, log_probs, numbers, rows, beta)
-        loss = jnp.where(rows.segment_ids > 0, values, 0.0).sum()
+        """Return the loss of a micro-batch, and the log-probs [R, A, C] of its targets."""
+        log_probs = target_log_probs(self.model, params, batch.rows, batch.targets)
+        of_tokens = jnp.take_along_axis(log_probs, jnp.maximum(batch.places, 0)[..., None], axis=1)
+        values = losses.losses_of(kind, of_tokens, batch.numbers, beta)
+        loss = jnp.where(batch.places >= 0, values, 0.0).sum()
         return loss, {"token/log_probs": PerToken(log_probs)}
 
     def _backward_program(
@@ -347,25 +350,23 @@ class Learner:
         return loss.sum(), log_probs
 
     def _score_program(
-        self, base: Params, snapshot: Params, rows: PackedRows, targets: Array, top: int
+        self, base: Params, snapshot: Params, rows: PackedRows, targets: Targets, top: int
     ) -> tuple[Array, Array, Array]:
         params = models.join(base, snapshot)
-        rows = jax.tree.map(lambda leaf: leaf[0], rows)
-        log_probs = target_log_probs(self.model, params, rows, targets[0])
+        rows, targets = jax.tree.map(lambda leaf: leaf[0], (rows, targets))
+        log_probs = target_log_probs(self.model, params, rows, targets)
         if not top:
             nothing = jnp.zeros((*log_probs.shape[:2], 0))
             return log_probs[None], nothing[None], nothing.astype(jnp.int32)[None]
         role = models.role(self.model, lambda params: params)
         hidden = role.hidden(params, rows)
-        here = jnp.broadcast_to(jnp.arange(hidden.shape[1], dtype=jnp.int32), hidden.shape[:2])
 
         def of_chunk(tokens: Array, states: Array) -> tuple[Array, Array]:
             del tokens
             return jax.lax.top_k(jax.nn.log_softmax(role.logits(params, states)), top)
 
         chunk = tokens_at_once(vocabulary(role, params, hidden))
-        after = replace(rows, previous=here)
-        values, ids = over_actions(of_chunk, after, hidden, chunk_tokens=chunk)
+        values, ids = over_actions(of_chunk, _predicted(targets), hidden, chunk_tokens=chunk)
         return log_probs[None], values[None], ids[None]
 
     # --- packed rows ---
@@ -373,9 +374,8 @@ class Learner:
     def _pack(
         self, settings: Mapping[str, Any], data: list[Datum], width: int | None = None
     ) -> tuple[Batch, Callable[[Array], list[np.ndarray]]]:
-        """Return data in packed rows, and what takes values [K, R, S, ...] to [n, ...] of each."""
-        lengths = [len(datum.tokens) for datum in data]
-        longest = max(lengths)
+        """Return data in packed rows, and what takes values [K, R, A, ...] to [n, ...] of each."""
+        longest = max(len(datum.tokens) for datum in data)
         if longest > self.max_length:
             raise ApiError(
                 400,
@@ -385,44 +385,14 @@ class Learner:
         if width is None:
             # Targets of a token, one for all but distillation.
             shapes = [datum.inputs["target_tokens"].shape for datum in data]
-            width = _power_of_two(max([1, *(shape[1] for shape in shapes if len(shape) == 2)]))
-        row_length = max(SHORTEST_ROW, _power_of_two(longest))
-        fewest = math.ceil(sum(lengths) / row_length)
-        rows = min(max(1, SLOTS_AT_ONCE // row_length), _power_of_two(fewest))
-        rows += -rows % self.mesh.size
-        mask = np.arange(longest)[None] < np.asarray(lengths)[:, None]
-        layout = packing.assign_slots(
-            mask, np.arange(len(data)), row_length=row_length, micro_batch_rows=rows
-        )
-        source = np.asarray(layout.source)[0]
-        slot = np.asarray(layout.slot)
-
-        def to_slots(parts: list[np.ndarray]) -> np.ndarray:
-            whole = np.zeros((*mask.shape, *parts[0].shape[1:]), parts[0].dtype)
-            for row, part in enumerate(parts):
-                whole[row, : len(part)] = part
-            flat = whole.reshape(-1, *whole.shape[2:])
-            is_token = (source >= 0).reshape(*source.shape, *(1 for _ in flat.shape[1:]))
-            return np.where(is_token, flat[np.maximum(source, 0)], 0)
-
-        numbers = [losses.numbers_of(settings, datum, width) for datum in data]
-        packed = Numbers(*(to_slots(list(parts)) for parts in zip(*numbers, strict=True)))
-        tokens: Any = to_slots([datum.tokens for datum in data])
-        fields = ("positions", "segment_ids", "branch_ids", "sequence_ids", "previous")
-        of_layout = {name: np.asarray(getattr(layout, name))[0] for name in fields}
-        until = np.asarray(layout.visible_until)[0]
-        batch = Batch(PackedRows(tokens=tokens, visible_until=until, **of_layout), packed)
+            width = packing.power_of_two(max([1, *(s[1] for s in shapes if len(s) == 2)]))
+        share_prefixes = not self.model.config.is_recurrent
+        batch, unpack = packed.pack(settings, data, width, self.mesh.size, share_prefixes)
         placed = jax.tree.map(
             lambda leaf: sharding.put(leaf, sharding.batch_sharding(self.mesh, leaf.shape, 1)),
             batch,
         )
-
-        def unpack(values: Array) -> list[np.ndarray]:
-            host = np.asarray(sharding.to_host(values))
-            flat = host.reshape(source.size, *host.shape[3:])
-            return [flat[slot[row, :length]] for row, length in enumerate(lengths)]
-
-        return placed, unpack
+        return placed, lambda values: unpack(np.asarray(sharding.to_host(values)))
 
 
 def scaled(params: Params, factor: Array) -> Params:
@@ -461,8 +431,3 @@ def _adam_step(
     finite = update_step.all_finite((result, norm))
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), result, (params, moments))
     return *kept, norm, finite
-
-
-def _power_of_two(count: int) -> int:
-    """Return the smallest power of two that is not below `count`."""
-    return 1 << max(count - 1, 0).bit_length()

@@ -32,22 +32,26 @@ from tpu_rl.algos.surrogates import dro, unclipped
 from tpu_rl.losses.policy_gradient import clipped_surrogate
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.tinker.wire import Datum
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.types import Array
 
 
 class Numbers(NamedTuple):
     """The numbers of each token that losses read."""
 
     targets: Any
-    """[..., K] int32."""
+    """[..., C] int32."""
     weights: Any
-    """[..., K] float32, as all others; the rest has no last dimension."""
+    """[..., C] float32, as all others; the rest has no last dimension."""
     old_log_probs: Any
     advantages: Any
     clip_low: Any
     """The lower bound of the ratio is 1 - clip_low."""
     clip_high: Any
     """The upper bound of the ratio is 1 + clip_high."""
+
+
+NO_ROWS: Any = None
+"""Surrogates of single tokens do not read the rows."""
 
 
 class Loss(NamedTuple):
@@ -59,19 +63,19 @@ class Loss(NamedTuple):
     """Numbers of each token that it may have."""
     settings: Mapping[str, float]
     """Settings of a request, with their defaults."""
-    losses: Callable[[Array, Numbers, PackedRows, Array], Array]
-    """(log-probs [R, S, K], numbers, rows, beta []) -> losses [R, S]."""
+    losses: Callable[[Array, Numbers, Array], Array]
+    """(log-probs [R, L, C], numbers, beta []) -> losses [R, L]."""
 
 
-def _cross_entropy(log_probs: Array, numbers: Numbers, rows: PackedRows, beta: Array) -> Array:
-    del rows, beta
+def _cross_entropy(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
+    del beta
     return -(numbers.weights * log_probs).sum(-1)
 
 
 def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callable[..., Array]:
     """Return the losses of a surrogate of this library, 0 where the advantage is 0."""
 
-    def losses(log_probs: Array, numbers: Numbers, rows: PackedRows, beta: Array) -> Array:
+    def losses(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
         del beta
         log_probs = log_probs[..., 0]
         counts = numbers.advantages != 0
@@ -80,14 +84,14 @@ def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callabl
         old = jnp.where(counts, numbers.old_log_probs, 0.0)
         bounds = {"clip_low": numbers.clip_low, "clip_high": numbers.clip_high}
         given = bounds if has_bounds else {}
-        return surrogate(log_probs, old, numbers.advantages, rows, **given).losses
+        return surrogate(log_probs, old, numbers.advantages, NO_ROWS, **given).losses
 
     return losses
 
 
-def _dro(log_probs: Array, numbers: Numbers, rows: PackedRows, beta: Array) -> Array:
-    args = (log_probs[..., 0], numbers.old_log_probs, numbers.advantages, rows)
-    return jnp.where(rows.segment_ids > 0, dro(*args, beta=beta).losses, 0.0)  # pyright: ignore[reportArgumentType] (a number of the program)
+def _dro(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
+    args = (log_probs[..., 0], numbers.old_log_probs, numbers.advantages, NO_ROWS)
+    return dro(*args, beta=beta).losses  # pyright: ignore[reportArgumentType] (a number of the program)
 
 
 OF_SAMPLES = ("target_tokens", "logprobs", "advantages")
@@ -108,13 +112,13 @@ REFUSED = {
 """Losses of the protocol that this server does not have -> why."""
 
 
-def losses_of(kind: Array, log_probs: Array, numbers: Numbers, rows: PackedRows, beta: Array):
-    """Return the losses [R, S] of the loss that is number `kind` [] of `LOSSES`.
+def losses_of(kind: Array, log_probs: Array, numbers: Numbers, beta: Array) -> Array:
+    """Return the losses [R, L] of the loss that is number `kind` [] of `LOSSES`.
 
     One program serves all losses.
     """
     branches = [loss.losses for loss in LOSSES.values()]
-    return jax.lax.switch(kind, branches, log_probs, numbers, rows, beta)
+    return jax.lax.switch(kind, branches, log_probs, numbers, beta)
 
 
 def check(name: str, settings: Mapping[str, float | str], data: list[Datum], vocab: int) -> float:

@@ -466,10 +466,10 @@ def _tiles_of_paths(
 def _path_tile_size(width: int) -> int:
     """Return the number of queries in a tile of `PackedRows.paths` for texts of `width` tokens."""
     smallest, largest = PATH_TILES
-    return min(max(_power_of_two(width) // 4, smallest), largest)
+    return min(max(power_of_two(width) // 4, smallest), largest)
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
@@ -485,9 +485,9 @@ def _paths(
     """
     *counts, row_length = packed_shape
     most_tiles = max(len(tiles) for tiles in path_tiles)
-    most_tiles = _power_of_two(max(most_tiles, 2 * row_length // tile_size))
+    most_tiles = power_of_two(max(most_tiles, 2 * row_length // tile_size))
     longest = max((len(keys) for tiles in path_tiles for _, keys in tiles), default=1)
-    longest = PATH_KEYS * _power_of_two(_ceil_div(longest, PATH_KEYS))
+    longest = PATH_KEYS * power_of_two(_ceil_div(longest, PATH_KEYS))
     queries = np.full((len(path_tiles), most_tiles, tile_size), row_length, np.int32)
     keys = np.full((len(path_tiles), most_tiles, longest), row_length, np.int32)
     for row, tiles in enumerate(path_tiles):

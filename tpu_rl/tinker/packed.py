@@ -1,0 +1,198 @@
+"""Data of a request in packed rows, where tokens that several data begin with stand once.
+
+Clients send each completion with its whole prompt. So data are sorted by their tokens, and each
+shares the tokens that it has in common with its neighbor: the data are trees, as the groups of
+`train.packing` are. Three arrays refer to each other:
+
+    rows        each token that the model reads                                 [K, R, S]
+    targets     each (slot, targets after it), with the slot of its row         [K, R, A]
+    numbers     each token of each datum, with its place among `targets`        [K, R, L]
+
+Log-probs are computed once for each of `targets`. Losses are functions of log-probs and numbers,
+and data that share tokens have numbers of their own for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import struct
+
+from tpu_rl.tinker import losses
+from tpu_rl.tinker.losses import Numbers
+from tpu_rl.tinker.wire import Datum
+from tpu_rl.train import packing
+from tpu_rl.types import Array, PackedRows
+
+SLOTS_AT_ONCE = 2048
+"""Slots of a micro-batch, unless one sequence has more."""
+SHORTEST_ROW = 32
+"""Rows have this length, times a power of two."""
+LONGEST_TREE = 4
+"""Rows are as long as the longest datum needs, or up to so many times longer for trees."""
+WORTH_SHARING = 8
+"""Fewer common tokens are not shared: data that stand alone fill rows better."""
+
+
+class Targets(NamedTuple):
+    """What the model predicts; leaves are [K, R, A, ...]."""
+
+    slots: Any
+    """int32: the slot, in the same row, of the token after which the targets stand."""
+    tokens: Any
+    """[K, R, A, C] int32: targets after the same token, one for all but distillation."""
+
+
+@struct.dataclass
+class Batch:
+    """Data in packed rows; leaves are [K, R, ...]."""
+
+    rows: PackedRows
+    targets: Targets
+    numbers: Numbers
+    """[K, R, L, ...]."""
+    places: Array
+    """[K, R, L] int32: the place among the row's targets that the numbers are about; -1 is
+    padding."""
+
+
+Unpack = Callable[[np.ndarray], list[np.ndarray]]
+"""Takes values of targets [K, R, A, ...] to those of each datum [n, ...]."""
+
+
+def pack(
+    settings: Mapping[str, Any],
+    data: Sequence[Datum],
+    width: int,
+    row_multiple: int,
+    share_prefixes: bool,
+) -> tuple[Batch, Unpack]:
+    """Return data in packed rows, on the host, and what unpacks values of their targets.
+
+    Args:
+        settings: those of the request's loss.
+        data: checked data.
+        width: number of targets after each token, C.
+        row_multiple: the rows of a micro-batch are a multiple of this.
+        share_prefixes: whether tokens that data begin with stand once. False for models with a
+            recurrent state.
+    """
+    # Neighbors in the order of their tokens share the most.
+    order = sorted(range(len(data)), key=lambda index: data[index].tokens.tolist())
+    rows, slots = _rows([data[index].tokens for index in order], row_multiple, share_prefixes)
+    num_micro_batches, num_rows, row_length = rows.tokens.shape
+
+    # Each (slot, targets) once, in the order of the rows; data of a tree that agree have the same.
+    each = [losses.numbers_of(settings, data[index], width) for index in order]
+    numbers = Numbers(*map(np.concatenate, zip(*each, strict=True)))
+    pairs = np.column_stack([np.concatenate(slots), numbers.targets])
+    pairs, pair_of_token = np.unique(pairs, axis=0, return_inverse=True)
+    row_of_pair = pairs[:, 0] // row_length
+    place_of_pair = _places(row_of_pair)
+    # Rows are nearly full of pairs, and a branch adds one.
+    eighth = row_length // 8
+    num_pairs = max(row_length, -(-int(place_of_pair.max() + 1) // eighth) * eighth)
+
+    def per_pair(values: np.ndarray) -> np.ndarray:
+        shape = (num_micro_batches, num_rows, num_pairs)
+        return _scatter(values, row_of_pair, place_of_pair, shape, 0)
+
+    pairs = pairs.astype(np.int32)
+    targets = Targets(per_pair(pairs[:, 0] % row_length), per_pair(pairs[:, 1:]))
+
+    row_of_token = row_of_pair[pair_of_token]
+    place_of_token = np.zeros_like(row_of_token)
+    by_row = np.argsort(row_of_token, kind="stable")
+    place_of_token[by_row] = _places(row_of_token[by_row])
+    num_tokens = max(row_length, packing.power_of_two(int(place_of_token.max() + 1)))
+
+    def per_token(values: np.ndarray, padding: int = 0) -> np.ndarray:
+        shape = (num_micro_batches, num_rows, num_tokens)
+        return _scatter(values, row_of_token, place_of_token, shape, padding)
+
+    places: Any = per_token(place_of_pair[pair_of_token].astype(np.int32), padding=-1)
+    batch = Batch(rows, targets, Numbers(*map(per_token, numbers)), places)
+    where = row_of_token * num_pairs + place_of_pair[pair_of_token]
+    ends = np.cumsum([len(part) for part in slots])
+
+    def unpack(values: np.ndarray) -> list[np.ndarray]:
+        flat = values.reshape(math.prod(values.shape[:3]), *values.shape[3:])[where]
+        parts = np.split(flat, ends[:-1])
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda x: x[0])]
+
+    return batch, unpack
+
+
+def _rows(
+    texts: list[np.ndarray], row_multiple: int, share_prefixes: bool
+) -> tuple[PackedRows, list[np.ndarray]]:
+    """Return the rows that the model reads, and the slot of each token of each text.
+
+    `texts` are sorted. Slots count over all rows.
+    """
+    lengths = np.asarray([len(text) for text in texts])
+    shared = np.zeros_like(lengths)
+    if share_prefixes:
+        shared[1:] = [_num_shared(*pair) for pair in itertools.pairwise(texts)]
+    is_root = shared == 0
+    tree = np.cumsum(is_root)
+    longest = int(lengths.max())
+    largest_tree = int(np.bincount(tree, lengths - shared).max())
+    shortest = max(SHORTEST_ROW, packing.power_of_two(longest))
+    most = max(shortest, min(LONGEST_TREE * shortest, SLOTS_AT_ONCE))
+    row_length = min(max(shortest, packing.power_of_two(largest_tree)), most)
+    column = np.arange(longest)
+    layout = packing.assign_slots(
+        (column >= shared[:, None]) & (column < lengths[:, None]),
+        tree,
+        row_length=row_length,
+        micro_batch_rows=row_multiple,
+        parent=np.arange(len(texts)) - ~is_root,
+        shared=shared,
+    )
+    slots = [slot[:length] for slot, length in zip(np.asarray(layout.slot), lengths, strict=True)]
+
+    # Join micro-batches to as many slots as are computed at once.
+    count = np.asarray(layout.positions).shape[1]
+    at_once = max(1, SLOTS_AT_ONCE // (row_multiple * row_length))
+    joined = max(size for size in range(1, count + 1) if count % size == 0 and size <= at_once)
+    shape = (count // joined, joined * row_multiple, row_length)
+    fields = ("positions", "segment_ids", "branch_ids", "sequence_ids", "previous", "visible_until")
+    of_layout: dict[str, Any] = {
+        name: np.asarray(getattr(layout, name)).reshape(shape) for name in fields
+    }
+    tokens: Any = np.zeros(shape, np.int32)
+    tokens.reshape(-1)[np.concatenate(slots)] = np.concatenate(texts)
+    return PackedRows(tokens=tokens, **of_layout), slots
+
+
+def _num_shared(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of leading tokens of `other` that stand in `one` only.
+
+    The last token of `other` is its own, so that each datum has one.
+    """
+    most = min(len(one), len(other) - 1)
+    differ = np.flatnonzero(one[:most] != other[:most])
+    common = int(differ[0]) if len(differ) else most
+    return common if common >= WORTH_SHARING else 0
+
+
+def _places(rows: np.ndarray) -> np.ndarray:
+    """Return the place of each element within its row; `rows` are sorted."""
+    return np.arange(len(rows)) - np.searchsorted(rows, rows)
+
+
+def _scatter(
+    values: np.ndarray, rows: np.ndarray, places: np.ndarray, shape: tuple[int, ...], padding: int
+) -> np.ndarray:
+    """Return values [n, ...] at their rows and places of [K, R, A, ...]."""
+    num_micro_batches, num_rows, num_places = shape
+    result = np.full(
+        (num_micro_batches * num_rows, num_places, *values.shape[1:]), padding, values.dtype
+    )
+    result[rows, places] = values
+    return result.reshape(*shape, *values.shape[1:])
