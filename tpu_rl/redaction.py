@@ -99,15 +99,26 @@ def redact_environment(text: str) -> str:
     Use this for texts that a model wrote: apart from real secrets, they stay as they are. Do it
     before a text is encoded: JSON writes a quote or a letter with an accent in another way.
     """
-    # Of two values, one of which contains the other, the longer comes first.
-    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
-        if _is_secret(name, value):
-            for form in _forms(value):
-                text = text.replace(form, f"<secret: {name}>")
+    if len(text) < MIN_SECRET_LENGTH:  # As the text of a token: no form of a secret is as short.
+        return text
+    for form, replacement in _replacements(tuple(os.environ.items())):
+        text = text.replace(form, replacement)
     return text
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=1)
+def _replacements(variables: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    """Return (form of a secret, what stands in its place) for all secrets of an environment."""
+    # Of two values, one of which contains the other, the longer comes first.
+    by_length = sorted(variables, key=lambda variable: -len(variable[1]))
+    return [
+        (form, f"<secret: {name}>")
+        for name, value in by_length
+        if _is_secret(name, value)
+        for form in _forms(value)
+    ]
+
+
 def _forms(value: str) -> tuple[str, ...]:
     """Return a value as texts may have it: as it is, quoted, and in base64 at any position.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
 from tpu_rl import rewards
 from tpu_rl.data import Row
@@ -269,7 +268,7 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
         return Estimate(values[0] if n else math.nan, math.nan, math.nan, n)
     mean = math.fsum(values) / n
     standard_error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
-    half = float(special.stdtrit(n - 1, 0.975)) * standard_error
+    half = _t_quantile(n - 1) * standard_error
     return Estimate(mean, mean - half, mean + half, n)
 
 
@@ -289,8 +288,15 @@ def ratio_estimate(totals: Sequence[float], counts: Sequence[int]) -> Estimate:
         return Estimate(value, math.nan, math.nan, n)
     squares = math.fsum((total - value * count) ** 2 for total, count in texts)
     standard_error = math.sqrt(squares * n / (n - 1)) / num_tokens
-    half = float(special.stdtrit(n - 1, 0.975)) * standard_error
+    half = _t_quantile(n - 1) * standard_error
     return Estimate(value, value - half, value + half, n)
+
+
+def _t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t with some degrees of freedom."""
+    from scipy import special  # It takes time to import, and most commands need no interval.
+
+    return float(special.stdtrit(degrees, 0.975))
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
