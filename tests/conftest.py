@@ -22,7 +22,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
+# Processes that tests start find the programs of the tests in the cache only if they compile alike.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
 # A shell starts background jobs with Ctrl-C ignored; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
