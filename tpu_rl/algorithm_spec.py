@@ -124,6 +124,15 @@ class Hint(NamedTuple):
     """The teacher's prompt, with {prompt} and {hint}."""
 
 
+class Nucleus(NamedTuple):
+    """The policy samples in the top-p nucleus of the role "mask", an older copy of itself
+    (`losses.nucleus`)."""
+
+    top_p: float
+    every: int
+    """Updates after which the role is set to the policy again."""
+
+
 class Replay(NamedTuple):
     """Successes of the past for groups that have none now (`experience.replay`)."""
 
@@ -213,8 +222,8 @@ class ExperienceSpec(NamedTuple):
     adapts_temperature: bool = False
     """rollouts: the algorithm's state has a factor of the sampling temperature
     (`controllers.temperature_factor`)."""
-    nucleus: float | None = None
-    """rollouts: the policy samples in the top-p nucleus of the role "mask" (`losses.nucleus`)."""
+    nucleus: Nucleus | None = None
+    """rollouts: the policy samples among the likely tokens of another role."""
     acceptance: Acceptance | None = None
     """accepted: which completions are learned from."""
     graded: bool = False

@@ -37,7 +37,7 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algorithm_spec import ExperienceSpec, Nucleus, RoleSpec
 from tpu_rl.algos.controllers import combined, kl_controllers, running_returns
 from tpu_rl.algos.roles import moving_reference, with_reference
 from tpu_rl.errors import InputError
@@ -140,7 +140,10 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss)
     @property
     def experience(self) -> ExperienceSpec:
         is_raw = self.positive_coef > 0
-        spec = ExperienceSpec("rollouts", raw_returns=is_raw, nucleus=self.mask_top_p)
+        nucleus = None
+        if self.mask_top_p is not None:
+            nucleus = Nucleus(self.mask_top_p, self.mask_every)
+        spec = ExperienceSpec("rollouts", raw_returns=is_raw, nucleus=nucleus)
         return self.with_texts(spec)
 
     @property

@@ -272,7 +272,7 @@ def learned_decoding(context: RunContext, spec: ExperienceSpec, role: str = "pol
     if spec.adapts_temperature:
         return replace(plain, policy=context.tempered_policy())
     if spec.nucleus is not None:
-        return replace(plain, policy=context.restricted_policy(spec.nucleus))
+        return replace(plain, policy=context.restricted_policy(spec.nucleus.top_p))
     return plain
 
 

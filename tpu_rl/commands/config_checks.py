@@ -10,6 +10,7 @@ from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.errors import InputError
 from tpu_rl.experience import constraints
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
+from tpu_rl.losses.observations import ObservationLoss
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.rollout.dynamic_sampling import num_kept
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
@@ -90,7 +91,11 @@ def check_sampling(
 
 def check_observations(answers: bool, algorithms: Sequence[AlgorithmConfig]) -> None:
     """Check that there are observations if an algorithm learns to predict them."""
-    if not answers and any(getattr(config, "observation_coef", 0.0) for config in algorithms):
+    predicts = any(
+        isinstance(algorithm, ObservationLoss) and algorithm.observation_coef > 0
+        for algorithm in algorithms
+    )
+    if predicts and not answers:
         raise InputError(
             "there are no observations to predict",
             where="--algorithm.observation-coef",
@@ -532,8 +537,7 @@ def check_changing_sampler(
         flag = (
             "--algorithm.sampled-entropy" if spec.adapts_temperature else "--algorithm.mask-top-p"
         )
-        every = getattr(algorithm, "mask_every", updates)
-        if every % updates:
+        if spec.nucleus is not None and spec.nucleus.every % updates:
             raise InputError(
                 f"the mask would move within a batch of {updates} updates",
                 where="--algorithm.mask-every",
