@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fixtures.image_models import IDEFICS, write_idefics
 from tests.fixtures.qwen_models import config_of
 from tpu_rl import models
 from tpu_rl.algorithm_spec import RoleSpec
@@ -456,3 +457,26 @@ def test_tokens_that_stand_for_images_are_impossible_for_every_role(tmp_path, so
     np.testing.assert_allclose(probs[:, ids], 0.0)
     np.testing.assert_allclose(probs[:, others], 1 / len(others), rtol=1e-6)
     assert np.isfinite(jax.grad(lambda hidden: log_probs(hidden).sum())(hidden)).all()
+
+
+def test_tokens_around_tiles_are_impossible(tmp_path):
+    """config.json names only the image token of Idefics3, and the tokenizer the others."""
+    write_idefics(tmp_path)
+    config = configuration.parse(["sft", "--model.path", str(tmp_path)])
+    model = roles.from_config(config, tmp_path)
+    size = model.config.vocab.size
+    first = size - len(IDEFICS) + IDEFICS.index("<image>")
+    assert model.config.vocab.unsampled == tuple(range(first, size))
+    table = jnp.ones((size, 16))
+    logits = model.logits({"embedding": table, "unembedding": table}, jnp.ones((1, 16)))
+    probs = np.asarray(jax.nn.softmax(logits[0]))
+    np.testing.assert_array_equal(probs[first:], 0.0)
+    # The end of a turn stands before them, and is sampled like other tokens.
+    np.testing.assert_allclose(probs[:first], 1 / first, rtol=1e-6)
+
+
+def test_a_tokenizer_of_tiles_that_cannot_be_read_is_named(tmp_path):
+    write_idefics(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7}]}))
+    with pytest.raises(InputError, match=r"tokenizer\.json has no readable vocabulary"):
+        models.from_config(tmp_path)

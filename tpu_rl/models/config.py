@@ -597,11 +597,16 @@ IMAGE_TOKEN = re.compile(r"(image|video|vision(_start|_end)?|boi|eoi)_token_(id|
 """Names, in config.json, of the tokens that stand for images and videos in texts."""
 
 
+TILE_TOKEN = re.compile(r"<(row_\d+_col_\d+|global-img|fake_token_around_image)>")
+"""Control tokens of Idefics3's tokenizers, which config.json does not name."""
+
+
 def image_tokens(vision: VisionConfig | QwenVisionConfig) -> set[int]:
     """Return the ids of the tokens that stand for images and videos in texts, or around them."""
     source = json.loads(vision.source)
     named = {token_id for name, token_id in source.items() if IMAGE_TOKEN.fullmatch(name)}
-    return {vision.image_token, *(vision.around or ()), *(named - {None})}
+    tiles = vision.tile_tokens if isinstance(vision, VisionConfig) else ()
+    return {vision.image_token, *(vision.around or ()), *(named - {None}), *tiles}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -642,6 +647,9 @@ class VisionConfig:
     """Height and width, in patches, of the squares that become one feature."""
     around: tuple[int, int] | None = None
     """The ids of the tokens before and behind an image in texts, if there are any."""
+    tile_tokens: tuple[int, ...] = ()
+    """The ids of `TILE_TOKEN` in the tokenizer: they stand around the tiles of an image, and around
+    the whole image (Idefics3)."""
     gap: str = ""
     """The text before and behind these tokens. With one, chat templates write the first of them
     alone (Gemma 3)."""

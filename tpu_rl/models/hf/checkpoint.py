@@ -31,7 +31,9 @@ from tpu_rl.models.config import (
     LORA_B,
     QUANTIZED,
     STACKED,
+    TILE_TOKEN,
     DecoderConfig,
+    VisionConfig,
     WeightDtype,
 )
 from tpu_rl.models.decoder import decoder, param_shapes
@@ -115,7 +117,11 @@ def from_config(
         ) from error
     size = decoder_config.vocab.size
     valid = min(_num_known_tokens(directory, size), size)
-    return decoder(replace(decoder_config, vocab=replace(decoder_config.vocab, valid=valid)))
+    vision = decoder_config.vision
+    if isinstance(vision, VisionConfig) and vision.projector == "shuffled":
+        vision = replace(vision, tile_tokens=_tile_tokens(directory))
+    vocab = replace(decoder_config.vocab, valid=valid)
+    return decoder(replace(decoder_config, vocab=vocab, vision=vision))
 
 
 def _refuse_remote_code(source: Mapping[str, Any], path: Path) -> None:
@@ -161,12 +167,7 @@ def _num_known_tokens(directory: Path, size: int) -> int:
         num_known = 1 + max(ids)
         num_ordinary = 1 + max(ids - special_ids, default=0)
     except (TypeError, KeyError, AttributeError) as error:
-        raise InputError(
-            "tokenizer.json has no readable vocabulary",
-            where=str(path),
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
+        raise _unreadable_vocabulary(path, error) from error
     if num_ordinary > size:
         raise InputError(
             f"the tokenizer knows {num_ordinary:,} ids and the model's embedding {size:,}",
@@ -175,6 +176,33 @@ def _num_known_tokens(directory: Path, size: int) -> int:
             fix="use the tokenizer that the model was trained with",
         )
     return num_known
+
+
+def _tile_tokens(directory: Path) -> tuple[int, ...]:
+    """Return the ids of the control tokens around tiles of images.
+
+    Raises:
+        InputError: tokenizer.json is not readable.
+    """
+    path = directory / "tokenizer.json"
+    tokenizer = untrusted_files.read_json(path) if path.exists() else {}
+    try:
+        return tuple(
+            int(token["id"])
+            for token in tokenizer.get("added_tokens", [])
+            if TILE_TOKEN.fullmatch(token["content"])
+        )
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise _unreadable_vocabulary(path, error) from error
+
+
+def _unreadable_vocabulary(path: Path, error: Exception) -> InputError:
+    return InputError(
+        "tokenizer.json has no readable vocabulary",
+        where=str(path),
+        why=repr(error)[:200],
+        fix="download it again",
+    )
 
 
 # Reading.
