@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from PIL import Image
 
 from tests.fixtures.qwen_models import write_inputs
 from tpu_rl.commands import run
+from tpu_rl.errors import InputError
 
 
 @pytest.mark.slow
@@ -18,15 +20,23 @@ from tpu_rl.commands import run
 )
 def test_sampler_and_trainer_agree_on_images_of_any_size(tmp_path, family, flags):
     write_inputs(tmp_path, family)
-    run.main(
+    command = (
         ["grpo", "--data.path", str(tmp_path / "rows.jsonl"), "--model.path", str(tmp_path)]
         + ["--model.random-init", "--reward", f"{tmp_path / 'mine.py'}:score", *flags]
         + ["--batch.prompts", "6", "--batch.group-size", "4", "--batch.row-length", "256"]
         + ["--batch.micro-batch-rows", "2", "--sampling.max-prompt-tokens", "120"]
-        + ["--sampling.max-new-tokens", "8", "--evaluation.rows", "0", "--steps", "2"]
+        + ["--sampling.max-new-tokens", "8", "--evaluation.rows", "0"]
         + ["--run-dir", str(tmp_path / "run")]
     )
+    run.main([*command, "--steps", "2"])
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     for row in map(json.loads, lines[1:]):
         assert row["policy/log_prob_gap_max"] < 1e-4
         assert row["policy/log_prob_gap_mean"] < 1e-6
+    # A run goes on with the pictures that it began with.
+    command += ["--steps", "3"]
+    with pytest.raises(InputError, match=r"data\.max_pixels: None -> 1024"):
+        run.main([*command, "--data.max-pixels", "1024"])
+    Image.new("RGB", (24, 24)).save(tmp_path / "1_0.png")
+    with pytest.raises(InputError, match="1 of 12 rows, the first of them row 2"):
+        run.main(command)

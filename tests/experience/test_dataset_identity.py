@@ -5,9 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tpu_rl import data
 from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.commands import config as configuration
+from tpu_rl.data import row_stream
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience import dataset_identity
 
@@ -53,6 +56,26 @@ def test_a_picture_that_became_another_file_is_a_change(tmp_path):
     after = data.digests(rows, tmp_path)
     assert after[0] != before[0]
     assert (after[1] != before[1]).tolist() == [True, False]
+
+
+def test_a_picture_with_one_other_pixel_is_a_change(tmp_path):
+    """A PNG's checksums tell, also where the file has the size that it had."""
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    digests = []
+    for level in (10, 11):
+        pixels[0, 0, 0] = level
+        Image.fromarray(pixels).save(tmp_path / "a.png", compress_level=0)
+        digests.append(data.digests([{"images": ["a.png"]}], tmp_path))
+        digests.append((tmp_path / "a.png").stat().st_size)
+    assert digests[1] == digests[3] > 2 * row_stream.PICTURE_END
+    assert digests[0][0] != digests[2][0]
+
+
+def test_pictures_of_other_sizes_are_another_run():
+    """--data.max-pixels changes the tokens of prompts, so a run does not go on with another one."""
+    flags = ["sft", "--model.path", "m", "--data.path", "rows.jsonl", "--data.max-pixels"]
+    before, after = (configuration.parse([*flags, most]) for most in ("512", "1024"))
+    assert configuration.differences(before, after) == ["data.max_pixels: 512 -> 1024"]
 
 
 CHANGED_ROWS = {

@@ -17,6 +17,10 @@ from tpu_rl.data.images import is_pil
 from tpu_rl.data.stored_rows import part_numbers, take
 from tpu_rl.errors import DamagedDataError, InputError
 
+PICTURE_END = 4096
+"""The bytes at the end of a picture's file that its row's digest is about. PNG has checksums of all
+pixels there, and in the other formats few changes leave both the size and the end as they were."""
+
 
 class Rows(Protocol):
     """Rows by number: a list, or a formula such as `environments.ArithmeticSource`.
@@ -47,14 +51,14 @@ def fingerprint(source: Rows) -> str:
 def digests(rows: Sequence[Row], folder: Path = Path()) -> tuple[str, np.ndarray]:
     """Return (`fingerprint`, [rows] uint64, a hash of each row), of rows that are no formula.
 
-    The order of columns does not matter. Of a picture in a file, the name and the size count.
-    `folder` is the one that names of pictures are relative to.
+    The order of columns does not matter. Of a picture in a file count the name, the size and the
+    last `PICTURE_END` bytes. `folder` is the one that names of pictures are relative to.
     """
     whole = hashlib.sha256()
     of_rows = bytearray()
     for row in rows:
-        sizes = _picture_sizes(row, folder)
-        text = _as_json(row | {"sizes of pictures": sizes} if sizes else row)
+        pictures = _picture_files(row, folder)
+        text = _as_json(row | {"files of pictures": pictures} if pictures else row)
         whole.update(text + b"\n")
         of_rows += _short_hash(text).digest()
     return whole.hexdigest(), np.frombuffer(bytes(of_rows), "<u8")
@@ -65,13 +69,20 @@ def row_digest(row: Row) -> str:
     return _short_hash(_as_json(row)).hexdigest()
 
 
-def _picture_sizes(row: Row, folder: Path) -> list[int]:
-    """Return the sizes of the files in the column `images`, in bytes."""
+def _picture_files(row: Row, folder: Path) -> list[tuple[int, str]]:
+    """Return the size in bytes of each file in the column `images`, and a hash of its end."""
     names = [
         item.get("path") if isinstance(item, dict) else item for item in row.get("images") or ()
     ]
     files = [folder / name for name in names if isinstance(name, str)]
-    return [os.path.getsize(file) for file in files if os.path.isfile(file)]
+    return [_size_and_end(file) for file in files if os.path.isfile(file)]
+
+
+def _size_and_end(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - PICTURE_END, 0))
+        return size, _short_hash(file.read()).hexdigest()
 
 
 def _short_hash(text: bytes) -> Any:
