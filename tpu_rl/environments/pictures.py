@@ -1,9 +1,9 @@
 """Drawn pictures: count the marks of a color, find one of them, or look at one closely.
 
 A picture is a grid of `cells` x `cells` cells, and some of them have a colored shape. There are two
-questions. "count red?" has a digit as its answer, and "find the blue cross?" the row and the column
-of the only blue cross, each from 1, "2,3". Nothing in the text tells the answer: a model has to
-look at the picture.
+questions. "count red?" has a digit as its answer, and "find blue?" the row and the column of the
+only blue mark, each from 1, "2,3". Nothing in the text tells the answer: a model has to look at the
+picture.
 
 "which red?" asks for the shape of the only red mark in a picture that is too coarse to tell:
 it shows where marks are, and their colors. In the environment `picture_look` the model writes
@@ -155,36 +155,23 @@ TASK = Task(
 
 def _sample(config: PicturesData, generator: np.random.Generator) -> tuple[str, str, np.ndarray]:
     """Return (question, answer, picture [H, W, 3] uint8)."""
-    kinds = [(color, shape) for color in COLORS for shape in SHAPES]
     asks_count = config.questions == "count" or (
         config.questions == "both" and generator.random() < 0.5
     )
+    if not asks_count:
+        color, _, (row, column), marks = _one_of_a_color(config, generator)
+        return f"find {color}", f"{row},{column}", _draw(config, marks)
     num_cells = config.cells**2
     marks: dict[int, tuple[str, str]] = {}
-    if asks_count:
-        color = str(generator.choice([*COLORS]))
-        count = int(generator.integers(0, min(num_cells // 2, 9) + 1))
-        others = int(generator.integers(0, num_cells // 2 + 1))
-        cells = generator.permutation(num_cells)[: count + others]
-        other_colors = [name for name in COLORS if name != color]
-        for number, cell in enumerate(cells):
-            name = color if number < count else str(generator.choice(other_colors))
-            marks[int(cell)] = (name, str(generator.choice(SHAPES)))
-        question = f"count {color}"
-        answer = str(count)
-    else:
-        wanted = kinds[generator.integers(len(kinds))]
-        others = int(generator.integers(1, num_cells))
-        cells = generator.permutation(num_cells)[: 1 + others]
-        other_kinds = [kind for kind in kinds if kind != wanted]
-        for number, cell in enumerate(cells):
-            is_wanted = number == 0
-            kind = wanted if is_wanted else other_kinds[generator.integers(len(other_kinds))]
-            marks[int(cell)] = kind
-        row, column = divmod(int(cells[0]), config.cells)
-        question = f"find the {wanted[0]} {wanted[1]}"
-        answer = f"{row + 1},{column + 1}"
-    return question, answer, _draw(config, marks)
+    color = str(generator.choice([*COLORS]))
+    count = int(generator.integers(0, min(num_cells // 2, 9) + 1))
+    others = int(generator.integers(0, num_cells // 2 + 1))
+    cells = generator.permutation(num_cells)[: count + others]
+    other_colors = [name for name in COLORS if name != color]
+    for number, cell in enumerate(cells):
+        name = color if number < count else str(generator.choice(other_colors))
+        marks[int(cell)] = (name, str(generator.choice(SHAPES)))
+    return f"count {color}", str(count), _draw(config, marks)
 
 
 def _one_of_a_color(
