@@ -1,12 +1,15 @@
 """The commands compare and combine."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tpu_rl.commands import answers, combine, compare, config
+from tests.fixtures.picture_model import picture_model
+from tpu_rl import models
+from tpu_rl.commands import answers, combine, compare, config, roles
 from tpu_rl.commands.answers import Answers
 from tpu_rl.errors import InputError
 
@@ -164,3 +167,19 @@ def test_a_run_is_extrapolated_and_its_change_reported(whole, tmp_path, capsys):
     # The base of a run is known.
     assert combine.main([run, "--deltas"]) == 0
     assert "all weights" in capsys.readouterr().out
+
+
+def test_models_that_read_images_are_compared(tmp_path, capsys):
+    source = Path(roles.model_path("builtin:pictures"))
+    folders = []
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        models.save(folder, *picture_model(seed))
+        for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+            shutil.copy(source / name, folder)
+        folders.append(str(folder))
+    flags = ["pictures_grpo", "--evaluation.rows", "6", "--data.questions", "count"]
+    assert compare.main([*folders, "--keep", str(tmp_path / "kept"), "--", *flags]) == 0
+    assert f"against {folders[0]}" in capsys.readouterr().out
+    kept = [answers.read(path) for path in (tmp_path / "kept").iterdir()]
+    assert [len(item.prompts) for item in kept if item is not None] == [6, 6]

@@ -26,6 +26,7 @@ from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
+from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import Scored, by_episode
 from tpu_rl.rollout.weights import RolloutPolicy
@@ -186,7 +187,12 @@ def decoding(
     """Return the decoding of a model that is no part of a run, by a run's settings."""
     mesh = compose.make_mesh(MeshConfig())
     return Decoding(
-        RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh),
+        RolloutPolicy(
+            models.policy(language.model),
+            lambda tree: tree,
+            mesh,
+            with_images=image_prompts.of_model(language.model),
+        ),
         settings,
         config.sampling.max_prompt_tokens if config.agent else answer_accuracy.ANY_LENGTH,
         seed,
