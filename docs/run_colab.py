@@ -1,9 +1,10 @@
-"""Run colab.ipynb from its first cell to its last, and keep its curve in it.
+"""Run a notebook of this folder from its first cell to its last, and keep in it what it shows.
 
-    python docs/run_colab.py RUN_DIR [--to NOTEBOOK]
+    python docs/run_colab.py RUN_DIR [--notebook docs/colab.ipynb] [--to NOTEBOOK]
 
-The cell with the tag `curve` gets what it printed and drew as its output. The cell that installs
-the package is left out: the code of this folder runs.
+A cell with the tag `shown` gets what it printed as its output, and one with the tag `curve` also
+the picture that it drew. The cell that installs the package is left out: the code of this folder
+runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -22,11 +24,14 @@ from typing import Any
 NOTEBOOK = Path(__file__).with_name("colab.ipynb")
 COLORS = 64
 """Colors of the picture, so that the notebook stays small."""
+RUN = re.compile(r'(?m)^RUN = "runs/\w+"$')
+COMMAND = re.compile(r"(?m)^!((?:.*\\\n)*.*)$")
+"""What a shell does."""
 
 
-def read() -> dict[str, Any]:
-    """Return the notebook."""
-    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+def read(notebook: Path = NOTEBOOK) -> dict[str, Any]:
+    """Return a notebook."""
+    return json.loads(notebook.read_text(encoding="utf-8"))
 
 
 def tagged(cell: dict[str, Any], tag: str) -> bool:
@@ -34,74 +39,100 @@ def tagged(cell: dict[str, Any], tag: str) -> bool:
     return tag in cell["metadata"].get("tags", [])
 
 
-def programs(run_dir: Path) -> list[tuple[int, str]]:
+def programs(run_dir: Path, notebook: Path = NOTEBOOK) -> list[tuple[int, str]]:
     """Return (index of the cell, its code) of all cells but the one that installs the package.
 
     What a shell would do becomes a call, and the run folder is `run_dir`.
     """
-    cells = [(i, cell) for i, cell in enumerate(read()["cells"]) if cell["cell_type"] == "code"]
+    cells = [(i, cell) for i, cell in enumerate(read(notebook)["cells"])]
+    cells = [(i, cell) for i, cell in cells if cell["cell_type"] == "code"]
     own = [(i, "".join(cell["source"])) for i, cell in cells if not tagged(cell, "install")]
     assert len(own) == len(cells) - 1
-    assert sum(text.count('RUN = "runs/colab"') for _, text in own) == 1
-    call = (
-        r"import subprocess; "
-        r"subprocess.run(f'\1'.replace('$RUN', globals().get('RUN', '')), shell=True, check=True)"
-    )
+    assert sum(len(RUN.findall(text)) for _, text in own) == 1
 
     def program(text: str) -> str:
-        text = text.replace('RUN = "runs/colab"', f"RUN = {str(run_dir)!r}")
+        text = RUN.sub(lambda _: f"RUN = {str(run_dir)!r}", text)
         text = text.replace("!python ", f"!{sys.executable} ")
-        return re.sub(r"(?m)^!((?:.*\\\n)*.*)$", call, text)
+        return COMMAND.sub(lambda found: f"shell(expand({found[1]!r}, globals()))", text)
 
     return [(i, program(text)) for i, text in own]
 
 
-def run(run_dir: Path) -> dict[str, Any]:
-    """Run all cells and return the notebook with the output of its curve."""
-    from PIL import Image
+def expand(command: str, variables: dict[str, Any]) -> str:
+    """Return a command with the values of the notebook's variables, $NAME each."""
+    return re.sub(r"\$(\w+)", lambda found: str(variables[found[1]]), command)
 
+
+def shell(command: str) -> None:
+    """Run a command, and print what it prints.
+
+    Raises:
+        CalledProcessError: if it fails.
+    """
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="")
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def run(run_dir: Path, notebook_path: Path = NOTEBOOK) -> dict[str, Any]:
+    """Run all cells and return the notebook with the outputs that it shows."""
     # Colab brings IPython; here a picture need not be shown.
     display: Any = types.ModuleType("IPython.display")
     display.Image = lambda path, **settings: path
     ipython: Any = types.ModuleType("IPython")
     ipython.version_info = (9, 0)  # matplotlib asks for it.
     sys.modules |= {"IPython": ipython, "IPython.display": display}
-    notebook = read()
-    variables: dict[str, Any] = {"__name__": "__main__"}
-    for i, program in programs(run_dir):
+    notebook = read(notebook_path)
+    variables: dict[str, Any] = {"__name__": "__main__", "expand": expand, "shell": shell}
+    for i, program in programs(run_dir, notebook_path):
         cell = notebook["cells"][i]
+        has_curve = tagged(cell, "curve")
         printed = io.StringIO()
-        shown = contextlib.redirect_stdout(printed) if tagged(cell, "curve") else None
-        with shown or contextlib.nullcontext():
+        is_shown = has_curve or tagged(cell, "shown")
+        capture = contextlib.redirect_stdout(printed) if is_shown else contextlib.nullcontext()
+        with capture:
             exec(compile(program, f"cell {i}", "exec"), variables)
-        if shown:
+        if is_shown:
             print(printed.getvalue(), end="")
-            picture = io.BytesIO()
-            with Image.open(run_dir / "curve.png") as drawn:
-                drawn.convert("RGB").quantize(COLORS).save(picture, "PNG", optimize=True)
-            cell["outputs"] = [
-                {
-                    "name": "stdout",
-                    "output_type": "stream",
-                    "text": printed.getvalue().splitlines(keepends=True),
-                },
-                {
-                    "data": {"image/png": base64.b64encode(picture.getvalue()).decode()},
-                    "metadata": {"image/png": {"width": 760}},
-                    "output_type": "execute_result",
-                    "execution_count": None,
-                },
-            ]
+            cell["outputs"] = [stream(printed.getvalue())]
+        if has_curve:
+            cell["outputs"].append(picture(run_dir / "curve.png"))
     return notebook
+
+
+def stream(text: str) -> dict[str, Any]:
+    """Return printed text as an output of a cell."""
+    lines = text.splitlines(keepends=True)
+    return {"name": "stdout", "output_type": "stream", "text": lines}
+
+
+def picture(path: Path) -> dict[str, Any]:
+    """Return a picture as an output of a cell."""
+    from PIL import Image
+
+    data = io.BytesIO()
+    with Image.open(path) as drawn:
+        drawn.convert("RGB").quantize(COLORS).save(data, "PNG", optimize=True)
+    return {
+        "data": {"image/png": base64.b64encode(data.getvalue()).decode()},
+        "metadata": {"image/png": {"width": 760}},
+        "output_type": "execute_result",
+        "execution_count": None,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--to", type=Path, default=NOTEBOOK)
+    parser.add_argument("--notebook", type=Path, default=NOTEBOOK)
+    parser.add_argument("--to", type=Path, help="the default is the notebook itself")
     flags = parser.parse_args()
-    text = json.dumps(run(flags.run_dir), indent=1, ensure_ascii=False)
-    flags.to.write_text(text + "\n", encoding="utf-8")
+    flags.run_dir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(run(flags.run_dir, flags.notebook), indent=1, ensure_ascii=False)
+    (flags.to or flags.notebook).write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

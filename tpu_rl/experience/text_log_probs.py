@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,13 +15,16 @@ from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import AttentionIndex, pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.runtime import watchdog
+from tpu_rl.runtime import processes, watchdog
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Demonstrations, Experience, Pairs, Params, Role
 
 LogProbs = list[list[np.ndarray]]
 """For each row, for each of its completions, the log-prob of each learned token."""
+
+WORTH_SAYING = 60.0
+"""Seconds."""
 
 ToTexts = Callable[[Sequence[Row]], Demonstrations | Pairs]
 """Rows -> their token ids. The group of a text is the index of its row."""
@@ -59,7 +64,13 @@ def text_log_probs(
     def compute(params: Params, rows: Sequence[Row], to_texts: ToTexts) -> LogProbs:
         size = batch.prompts
         log_probs: LogProbs = []
+        began = time.monotonic()
         for first in range(0, len(rows), size):
+            # The first batch compiles, so the second one says how long the others take.
+            if first == 2 * size:
+                _announce(len(rows), (time.monotonic() - began) * (len(rows) - first) / size)
+            if first == size:
+                began = time.monotonic()
             # The last batch is filled up with rows from the beginning, to keep its shape.
             some_rows = [rows[index % len(rows)] for index in range(first, first + size)]
             texts = to_texts(some_rows)
@@ -75,3 +86,13 @@ def text_log_probs(
         return log_probs[: len(rows)]
 
     return compute
+
+
+def _announce(count: int, seconds: float) -> None:
+    """Say how long it takes, if one would wonder."""
+    if seconds > WORTH_SAYING and processes.index() == 0:
+        print(
+            f"log-probs of the completions of {count} rows: about {seconds / 60:.0f} minutes more",
+            file=sys.stderr,
+            flush=True,
+        )
