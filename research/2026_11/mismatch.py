@@ -42,9 +42,8 @@ ARMS = {
 }
 
 
-def right_answers(run_dir: Path) -> np.ndarray:
-    """Return 1 for each right answer of a run's model to 500 held-out problems."""
-    directory = str(run_dir / "model")
+def right_answers(directory: str) -> np.ndarray:
+    """Return 1 for each right answer of a model to 500 held-out problems."""
     model, params = models.load(directory)
     tokenizer = load_tokenizer(directory)
     long = arithmetic.Arithmetic(min_terms=5, max_terms=5, operators="+-*")
@@ -58,7 +57,7 @@ def right_answers(run_dir: Path) -> np.ndarray:
 def pairs(to: Path, seeds: list[int], chosen: list[str]) -> None:
     """Print the paired differences of the chosen arms from the first of them."""
     first, *others = (
-        np.array([right_answers(to / f"{arm}_{seed}") for seed in seeds]) for arm in chosen
+        np.array([right_answers(str(to / f"{arm}_{seed}/model")) for seed in seeds]) for arm in chosen
     )
     for arm, answers in zip(chosen[1:], others, strict=True):
         each = ", ".join(f"{100 * value:+.1f}" for value in (answers - first).mean(-1))
