@@ -96,8 +96,9 @@ def run(run_dir: Path, notebook_path: Path = NOTEBOOK) -> dict[str, Any]:
         with capture:
             exec(compile(program, f"cell {i}", "exec"), variables)
         if is_shown:
-            print(printed.getvalue(), end="")
-            cell["outputs"] = [stream(printed.getvalue())]
+            text = printed.getvalue().replace(str(run_dir), f"runs/{notebook_path.stem}")
+            print(text, end="")
+            cell["outputs"] = [stream(text)]
         if has_curve:
             cell["outputs"].append(picture(run_dir / "curve.png"))
     return notebook

@@ -112,7 +112,12 @@ def test_the_chain_shows_what_each_stage_did():
     [cell] = [cell for cell in cells if cell.get("outputs")]
     assert cell["metadata"]["tags"] == ["shown"]
     [output] = cell["outputs"]
-    print("".join(output["text"]))
+    text = "".join(output["text"])
+    rewards = [
+        float(number) for number in re.findall(r"mean reward, sampled[^0-9]+([0-9.]+)", text)
+    ]
+    assert len(rewards) == 4
+    assert rewards == sorted(rewards)
 
 
 def test_the_notebook_shows_the_curve_of_its_run(run_colab):
