@@ -310,6 +310,32 @@ def test_losses_have_their_values_by_hand():
         np.testing.assert_allclose(np.asarray(found)[0], expected[name], atol=1e-6, err_msg=name)
 
 
+def test_requests_that_come_one_after_the_other_begin_together(running):
+    running.is_over.set()
+    running.service.wake()
+    running.thread.join()
+    session = running.service.session(running.session())
+    later = ["second", "third"]
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        session.sampling.extend(later[:1])
+        del later[:1]
+
+    running.service.gather(sleep)
+    assert waits == []
+    session.sampling.append("first")
+    running.service.gather(sleep)
+    assert list(session.sampling) == ["first", "second", "third"]
+    # The last wait brought none.
+    assert waits == [service.GATHER_SECONDS] * 3
+    session.sampling.append("fourth")  # No slot is left.
+    running.service.gather(sleep)
+    assert len(waits) == 3
+    session.sampling.clear()
+
+
 def test_a_sampling_client_has_the_weights_of_when_it_was_made(running):
     session = running.session()
     model = running.client(session)

@@ -49,6 +49,9 @@ MOST_SNAPSHOTS = 16
 """Snapshots in the memory of devices; others are on disk."""
 MOST_WAITING = 4096
 """Requests of a session that wait."""
+GATHER_SECONDS = 0.02
+"""How long the first requests for completions wait for others, such as those of the same batch. One
+that came later would wait for a whole segment, in which only some slots decode."""
 LAST = "last"
 """The name of the state that is saved when a session ends."""
 BASE = "base"
@@ -381,6 +384,8 @@ class Service:
         self._end_sessions()
         self._cancel()
         worked = self._work()
+        if not self._active:
+            self.gather(time.sleep)
         self._admit()
         try:
             self._pump.step(0.0 if worked else wait_seconds)
@@ -423,6 +428,17 @@ class Service:
             job.fail(error)
         job.work = None
         return True
+
+    def gather(self, sleep: Callable[[float], None]) -> None:
+        """Wait while requests for completions come one after the other."""
+        num_before = 0
+        while num_before < self._num_waiting() < self._num_slots:
+            num_before = self._num_waiting()
+            sleep(GATHER_SECONDS)
+
+    def _num_waiting(self) -> int:
+        with self._lock:
+            return sum(len(session.sampling) for session in self.sessions.values())
 
     def _admit(self) -> None:
         """Begin requests for completions, of one session after the other, while slots are free."""
