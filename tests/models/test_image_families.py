@@ -296,7 +296,9 @@ def test_cached_and_packed_tokens_see_what_single_rows_see(config):
         commit = jnp.array([stop - start])
         logits, cache = model.extend(reading, cache, row[:, start:stop], places, 0 * places, commit)
         parts.append(logits[0])
-    np.testing.assert_allclose(jnp.concatenate(parts), of_first[1], atol=1e-5)
+    # Products of one token add up in another order, and rounding grows with the logits, up to 5.
+    largest = np.abs(of_first[1]).max()
+    np.testing.assert_allclose(jnp.concatenate(parts), of_first[1], atol=1e-5 * largest)
 
 
 def test_gemma_reads_texts_alone_unless_it_is_told_to(tmp_path):
