@@ -57,7 +57,8 @@ def right_answers(directory: str) -> np.ndarray:
 def pairs(to: Path, seeds: list[int], chosen: list[str]) -> None:
     """Print the paired differences of the chosen arms from the first of them."""
     first, *others = (
-        np.array([right_answers(str(to / f"{arm}_{seed}/model")) for seed in seeds]) for arm in chosen
+        np.array([right_answers(str(to / f"{arm}_{seed}/model")) for seed in seeds])
+        for arm in chosen
     )
     for arm, answers in zip(chosen[1:], others, strict=True):
         each = ", ".join(f"{100 * value:+.1f}" for value in (answers - first).mean(-1))

@@ -95,7 +95,8 @@ def auroc(scores: np.ndarray, y: np.ndarray) -> float:
         y: [N] outcomes, 0 or 1.
     """
     is_right = y.astype(bool)
-    right, wrong = scores[is_right], np.sort(scores[~is_right])
+    right = scores[is_right]
+    wrong = np.sort(scores[~is_right])
     if not right.size or not wrong.size:
         return float("nan")
     # The statistic of Mann and Whitney, where a tie counts half. Importing scipy.stats takes a

@@ -91,7 +91,8 @@ def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callabl
 
 def _dro(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
     args = (log_probs[..., 0], numbers.old_log_probs, numbers.advantages, NO_ROWS)
-    return dro(*args, beta=beta).losses  # pyright: ignore[reportArgumentType] (a number of the program)
+    number: Any = beta
+    return dro(*args, beta=number).losses
 
 
 OF_SAMPLES = ("target_tokens", "logprobs", "advantages")

@@ -39,7 +39,7 @@ WORTH_SHARING = 8
 
 
 class Targets(NamedTuple):
-    """What the model predicts; leaves are [K, R, A, ...]."""
+    """Targets of packed rows; leaves are [K, R, A, ...]."""
 
     slots: Any
     """int32: the slot, in the same row, of the token after which the targets stand."""
@@ -161,13 +161,22 @@ def _rows(
     at_once = max(1, SLOTS_AT_ONCE // (row_multiple * row_length))
     joined = max(size for size in range(1, count + 1) if count % size == 0 and size <= at_once)
     shape = (count // joined, joined * row_multiple, row_length)
-    fields = ("positions", "segment_ids", "branch_ids", "sequence_ids", "previous", "visible_until")
-    of_layout: dict[str, Any] = {
-        name: np.asarray(getattr(layout, name)).reshape(shape) for name in fields
-    }
+
+    def rows_of(part: Any) -> Any:
+        return np.asarray(part).reshape(shape)
+
     tokens: Any = np.zeros(shape, np.int32)
     tokens.reshape(-1)[np.concatenate(slots)] = np.concatenate(texts)
-    return PackedRows(tokens=tokens, **of_layout), slots
+    rows = PackedRows(
+        tokens=tokens,
+        positions=rows_of(layout.positions),
+        segment_ids=rows_of(layout.segment_ids),
+        branch_ids=rows_of(layout.branch_ids),
+        sequence_ids=rows_of(layout.sequence_ids),
+        previous=rows_of(layout.previous),
+        visible_until=rows_of(layout.visible_until),
+    )
+    return rows, slots
 
 
 def _num_shared(one: np.ndarray, other: np.ndarray) -> int:

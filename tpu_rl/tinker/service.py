@@ -50,8 +50,8 @@ MOST_SNAPSHOTS = 16
 MOST_WAITING = 4096
 """Requests of a session that wait."""
 GATHER_SECONDS = 0.02
-"""How long the first requests for completions wait for others, such as those of the same batch. One
-that came later would wait for a whole segment, in which only some slots decode."""
+"""Time for which the first requests for completions wait for others, such as those of the same
+batch. A request that comes later waits for a whole segment, in which only some slots decode."""
 LAST = "last"
 """The name of the state that is saved when a session ends."""
 BASE = "base"
