@@ -432,6 +432,14 @@ def test_equal_rewards_are_said_after_some_steps():
     assert "0: 9, 1: 3" in said[5][0]
 
 
+def test_rows_that_are_computed_in_vain_are_said_once():
+    watch = training_health.HealthMonitor()
+    shares = (0.75, 0.75, 0.5, 0.75, 0.75, 0.75, 0.75)
+    said = [watch.observe({"perf/empty_rows": share}, []) for share in shares]
+    assert [bool(lines) for lines in said] == [False] * 5 + [True, False]
+    assert "75% of the packed rows" in said[5][0]
+
+
 def test_empty_completions_are_said():
     empty, full = {"reward": 0.0, "completion": ""}, {"reward": 0.0, "completion": "a"}
     assert (

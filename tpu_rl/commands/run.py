@@ -67,7 +67,7 @@ from tpu_rl.runtime.profiler import Profile
 from tpu_rl.storage import gcs
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import ImageReader
-from tpu_rl.train import sharding, update_step
+from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Experience, Params, Rollout, TrainState
 
 CODE_FOLDER = Path(__file__).parents[1]
@@ -540,6 +540,7 @@ def take_step(
     row["time/step"] = ended - began
     row["time/update"] = ended - update_began
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
+    row["perf/empty_rows"] = float(packing.empty_rows(packed.layout.source))
     row["perf/peak_memory"] = peak_memory_bytes()
     settings = job.config.samples
     if experience.records and settings.max_per_step and samples.is_kept(step, settings.interval):

@@ -1,4 +1,4 @@
-"""Warnings while a run goes on that it learns nothing."""
+"""Warnings while a run goes on that it learns nothing, or computes what it need not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 PATIENCE = 20
 """The number of steps with equal rewards in every group before a warning, and between warnings."""
 
+EMPTY_STEPS = 3
+"""The number of steps in a row that compute mostly empty rows before a warning."""
+MOSTLY_EMPTY = 0.5
+"""The share of rows without a token beyond which a step counts as such."""
+
 
 class HealthMonitor:
     """Watches the metrics and samples of each step."""
@@ -18,6 +23,7 @@ class HealthMonitor:
         self._patience = patience
         self._equal_steps = 0
         self._rewards: Counter[float] = Counter()
+        self._empty_steps = 0
 
     def warn(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
@@ -30,7 +36,11 @@ class HealthMonitor:
         self, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
     ) -> list[str]:
         """Record a step and return its warnings, one line each."""
-        lines = (self._equal_rewards(metrics, samples), empty_completions(samples))
+        lines = (
+            self._equal_rewards(metrics, samples),
+            empty_completions(samples),
+            self._empty_rows(metrics),
+        )
         return [line for line in lines if line]
 
     def _equal_rewards(
@@ -51,6 +61,17 @@ class HealthMonitor:
             f"for {self._equal_steps} steps all completions of each prompt earned the same reward, "
             f"which teaches nothing (rewards {histogram}): use easier or harder problems, or look "
             "at samples.jsonl for a fault of the reward"
+        )
+
+    def _empty_rows(self, metrics: Mapping[str, float]) -> str:
+        """Return a warning if so many steps in a row computed mostly empty rows, else ""."""
+        share = metrics.get("perf/empty_rows", 0.0)
+        self._empty_steps = self._empty_steps + 1 if share > MOSTLY_EMPTY else 0
+        if self._empty_steps != EMPTY_STEPS:
+            return ""
+        return (
+            f"{share:.0%} of the packed rows that updates compute hold no token: a smaller "
+            "--batch.micro-batch-rows, or a shorter --batch.row-length, computes less"
         )
 
 

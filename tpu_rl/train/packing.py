@@ -629,6 +629,18 @@ def is_occupied(batch: Any) -> jax.Array:
     return jnp.any(rows.segment_ids > 0, (-2, -1))
 
 
+@jax.jit
+def empty_rows(source: jax.Array) -> jax.Array:
+    """Return the share of packed rows without a token in the micro-batches that are computed.
+
+    `source` is that of `Layout`, [M, K, R, S].
+    """
+    has_tokens = jnp.any(source >= 0, -1)
+    is_computed = jnp.any(has_tokens, -1, keepdims=True)
+    empty = jnp.sum(is_computed & ~has_tokens)
+    return empty / jnp.maximum(jnp.sum(is_computed) * source.shape[-2], 1)
+
+
 def over_micro_batches(function: Callable[[Any], Any], batch: Any) -> Any:
     """Map a function of leaves [R, S] over a pytree with leaves [M, K, R, S].
 
