@@ -16,12 +16,14 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests.fixtures import program_cache
+from tests.fixtures import program_cache, several
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
+if several.QUICK_COMPILER not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {several.QUICK_COMPILER}".strip()
 # Processes that tests start find the programs of the tests in the cache only if they compile alike.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
