@@ -715,16 +715,19 @@ def test_prefill_does_not_score_candidates():
     tokens = jnp.ones((2, 6), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
 
-    def text(read) -> str:
+    def loops(read) -> list[str]:
         def call(params, cache):
             return read(
                 policy.extend(params, cache, tokens, positions, 0 * tokens, jnp.array([6, 3]))
             )
 
-        return jax.jit(call).lower(params, policy.init_cache(params, 2, 8)).compile().as_text()
+        compiled = jax.jit(call).lower(params, policy.init_cache(params, 2, 8)).compile()
+        lines = [line for line in compiled.as_text().splitlines() if " while(" in line]
+        # A compiler may write the cache in a loop, too.
+        return [line for line in lines if "/scatter" not in line]
 
-    assert "while(" in text(lambda result: result)
-    assert "while(" not in text(lambda result: result[1])
+    assert loops(lambda result: result)
+    assert not loops(lambda result: result[1])
 
 
 # --- KL ---
