@@ -192,8 +192,9 @@ def quotes(text: str, parts: list[str]) -> bool:
         start = text.find(part, place)
         if start < 0:
             # The text may end inside of this part.
-            ends = [n for n in range(1, len(part)) if text.endswith(part[:n])]
-            matched += max(ends, default=0)
+            longest = min(len(part) - 1, len(text))
+            ends = (n for n in range(longest, 0, -1) if text.endswith(part[:n]))
+            matched += next(ends, 0)
             break
         matched += len(part)
         place = start + len(part)
