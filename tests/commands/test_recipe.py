@@ -112,6 +112,22 @@ def test_rounds_are_written_out_and_references_are_folders(tmp_path):
         ("  last:", "  sft:", "stands twice"),
         ("  last:", "  a b:", "'a b' is no name"),
         ("preset: grpo, model: {stage: tuned}, ", "preset: 3, ", "preset: 3 is no name"),
+        ("  last:", "  start:", "no stage can be called start"),
+        ("  last:", "  evaluations:", "no stage can be called evaluations"),
+        ("  last:", "  kept_2:", "two stages have the folder kept_2"),
+        ("keep: {}", "keep: {pass-rate: [0.8, 0.2]}", "keep: pass-rate"),
+        ("keep: {}", "keep: {min-reward: .nan}", "keep: min-reward: nan is wrong"),
+        ("keep: {}", "keep: {gap: -1, rows: pairs}", "keep: gap: -1 is wrong"),
+        ("keep: {}", "keep: {gap: 1}", "rows: completions does not read it"),
+        ("keep: {}", "keep: {rows: pairs, duplicates: true}", "use rows: completions"),
+        ("keep: {}", "keep: {rows: prompts, weakest: 2}", "there are no `concepts`"),
+        ("{stage: tuned}, reward", "{stage: kept}, reward", "stage kept leaves rows"),
+        ("${kept},more.jsonl", "${sft}", "stage sft leaves a model"),
+        ("stage: tuned}, reward", "stage: [sft]}, reward", "no stage ['sft']"),
+        ("{stage: tuned}, reward", "{stage: tuned}, model.path: m, reward", "are the same"),
+        ("last: {", "last: {steps: 1, batch.prompts: 2, batch: {prompts: 4}, ", "stands twice"),
+        ("stages:", "common: {run-dir: runs/a}\nstages:", "run-dir is the recipe's"),
+        ("stages:", "evaluations: {a: {preset: grpo, model: m}}\nstages:", "model.path of an"),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path, old, new, expected):
@@ -120,6 +136,16 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, old, new, expected):
     with pytest.raises(InputError) as raised:
         read(tmp_path, text.replace(old, new, 1))
     assert expected in str(raised.value)
+
+
+def test_common_flags_are_of_all_stages_and_a_stage_changes_single_ones(tmp_path):
+    common = "common: {preset: grpo, model: {lora: {rank: 8}}, batch: {prompts: 4, group-size: 2}}"
+    text = ROUNDS.replace("last: {", "last: {batch: {group_size: 8}, ")
+    flags = {stage.name: stage.argv for stage in read(tmp_path, f"{common}\n{text}").stages}
+    assert flags["sft"][0] == "sft"
+    assert {"--model.path=builtin:arithmetic", "--model.lora.rank=8"} <= {*flags["sft"]}
+    assert {"--batch.prompts=4", "--batch.group-size=8"} <= {*flags["last"]}
+    assert "--batch.group-size=2" not in flags["last"]
 
 
 @pytest.mark.parametrize(

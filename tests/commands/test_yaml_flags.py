@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tpu_rl.commands import config as configuration
+from tpu_rl.commands import yaml_flags
 from tpu_rl.errors import InputError
 
 FILE = """
@@ -53,6 +54,7 @@ def test_a_file_says_what_flags_say(tmp_path, rows):
         ("- a", "no flags"),
         ("a: [", "no YAML"),
         ("steps: 1\nsteps: 2", "'steps' stands twice"),
+        ("batch.prompts: 1\nbatch: {prompts: 2}", "the flag batch.prompts stands twice"),
         ("7: 1", "7 is no flag"),
         ("learning_rate: 1.0", "TRL's learning_rate is --optimizer.learning-rate"),
         ("reward: [{a: 1}]", "reward is a list of lists"),
@@ -65,6 +67,14 @@ def test_what_is_no_flag_is_refused(tmp_path, text, message):
     with pytest.raises(InputError) as error:
         parse(tmp_path, text)
     assert message in str(error.value)
+
+
+def test_mappings_are_merged(tmp_path):
+    text = "optimizer: &same {learning-rate: 1e-5}\nbatch: {prompts: 7}\n"
+    file = tmp_path / "merged.yaml"
+    file.write_text(f"{text}model: {{<<: *same, learning-rate: 2e-5}}")
+    merged = yaml_flags.read_mapping(file)
+    assert merged["model"] == {"learning-rate": "2e-5"}
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 6), ("2.5", 14), ("0.01", 1)])

@@ -28,7 +28,7 @@ from tpu_rl.checkpoint import lock
 from tpu_rl.commands import answers, config, preflight, recipe_file, roles, run
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import ExperimentConfig
-from tpu_rl.commands.recipe_file import Keep, Recipe
+from tpu_rl.commands.recipe_file import START, Keep, Recipe
 from tpu_rl.data import Row
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import task_of
@@ -46,7 +46,6 @@ from tpu_rl.runtime.host import explain_full_disk
 from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
 from tpu_rl.types import Purpose
 
-EVALUATIONS = "evaluations"
 ROWS = "rows.jsonl"
 REPORT = "report.md"
 SUMMARY = "summary.json"
@@ -185,7 +184,7 @@ def run_recipe(recipe: Recipe, configs: dict[str, ExperimentConfig], command: st
     begins_at = configs[started.name].model
     table: dict[str, dict[str, Answers]] = {}
     if begins_at.path is not None and not begins_at.random_init:
-        table["start"] = measure(recipe, configs, "start", begins_at.path)
+        table[START] = measure(recipe, configs, START, begins_at.path)
     for number, stage in enumerate(recipe.stages, start=1):
         stage_config = configs[stage.name]
         print(f"stage {number} of {len(recipe.stages)}: {stage.name}", flush=True)
@@ -402,7 +401,7 @@ def measure(
     for name in recipe.evaluations:
         settings = replace(configs[f"{name}:"], run_dir="")
         of = answers.identity(settings, model)
-        path = recipe.run_dir / EVALUATIONS / f"{stage}--{name}.jsonl"
+        path = recipe.run_dir / recipe_file.EVALUATIONS / f"{stage}--{name}.jsonl"
         known = answers.read(path, of)
         if known is None:
             with named(f"evaluation {name} of {stage}"):

@@ -30,6 +30,7 @@ of the round before, and from outside the one of the last round.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -40,7 +41,13 @@ from tpu_rl.commands import yaml_flags
 from tpu_rl.errors import InputError
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+START = "start"
+"""The row of the model that the chain begins with, in the table."""
+EVALUATIONS = "evaluations"
+"""The folder of answers."""
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
+MODEL_KEYS = ("model", "model.path", "algorithm.teacher", "reward")
+"""Flags that name models."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,14 @@ class Keep:
     """pairs: the smallest difference of the rewards; at 0, any difference above 0."""
     chunk: int = 256
     """Prompts that are sampled at once. A filter that was killed goes on after the last chunk."""
+
+
+READ_BY = {
+    "max-per-prompt": ("completions",),
+    "duplicates": ("completions",),
+    "gap": ("pairs",),
+}
+"""Keys of `keep` -> the kinds of `rows` that read them; all others read all kinds."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +125,9 @@ def read(path: Path) -> Recipe:
     run_dir = content.get("run-dir", f"runs/{path.stem}")
     if not isinstance(run_dir, str) or not run_dir:
         raise InputError(f"run-dir: {run_dir!r} is no folder", where=where)
-    common = _mapping(content.get("common") or {}, "common", where)
+    common = _flags(_mapping(content.get("common") or {}, "common", where), f"{where}, common")
     evaluations = {
-        _name(name, where): _argv(
+        _name(name, where): _evaluation(
             _mapping(flags, f"evaluations: {name}", where), f"{where}, evaluation {name}"
         )
         for name, flags in _mapping(content.get("evaluations") or {}, "evaluations", where).items()
@@ -133,6 +148,7 @@ class _Reader:
         self.planned: list[RecipeStage] = []
         self._results: dict[str, str] = {}
         self._folders: dict[str, str] = {}
+        self._is_filter: dict[str, bool] = {}
         self._run_dir = run_dir
         self._common = common
         self._where = where
@@ -166,6 +182,13 @@ class _Reader:
             raise InputError(
                 f"two stages are called {name}", where=self._where, fix="rename one of them"
             )
+        if name in (START, EVALUATIONS):
+            raise InputError(
+                f"no stage can be called {name}",
+                where=self._where,
+                why="the recipe's table and folder have something else of this name",
+                fix="rename it",
+            )
         self._folders[name] = ""
 
     def _stage(self, name: str, folder: str, body: dict[str, Any], block: Mapping) -> None:
@@ -178,22 +201,22 @@ class _Reader:
         keep = None
         if "keep" in flags:
             keep = _keep(flags.pop("keep"), where)
-        model = flags.pop("model", None)
-        if isinstance(model, str):
-            # A preset may begin with random weights; a stage that names its model does not.
-            flags = {"model": {"path": model, "random-init": False}} | flags
-        elif model is not None:
-            flags["model"] = model
-        if "run-dir" in flags:
-            raise InputError("run-dir is the recipe's", where=where, fix="leave it out of stages")
-        flags["run-dir"] = str(self._run_dir / folder)
-        preset = flags.pop(yaml_flags.PRESET, None)
-        argv = _argv({yaml_flags.PRESET: preset} | self._common | flags, where)
+        if any(stage.name == folder for stage in self.planned):
+            raise InputError(
+                f"two stages have the folder {folder}",
+                where=where,
+                why="stages in rounds have the number of the round behind their names",
+                fix="rename one of them",
+            )
+        own = _flags(flags, where)
+        merged = self._common | own | {"run-dir": str(self._run_dir / folder)}
+        argv = _argv(merged, where)
+        self._is_filter[name] = keep is not None
         self._results[name] = str(
             self._run_dir / folder / ("rows.jsonl" if keep is not None else "model")
         )
         self._folders[name] = folder
-        only_models = all(key in ("model", "model.path") for key, _ in needs)
+        only_models = all(key in MODEL_KEYS[:2] for key, _ in needs)
         found = tuple(stage for _, stage in needs)
         self.planned.append(RecipeStage(folder, argv, keep, found, only_models))
 
@@ -202,15 +225,23 @@ class _Reader:
     ) -> Any:
         """Return a value of the file with what stages leave in place of references to them."""
 
-        def result_of(name: str) -> str:
-            if name not in self._results:
-                later = name in block or name in self._folders
+        def result_of(name: Any) -> str:
+            if not isinstance(name, str) or name not in self._results:
+                later = isinstance(name, str) and (name in block or name in self._folders)
                 raise InputError(
                     f"stage {name} has not run before this one" if later else f"no stage {name}",
                     where=f"{where}, {key}",
                     fix="in round 1 use {stage: NAME, first: OTHER}"
                     if later
                     else f"stages before it: {', '.join(self._results) or 'none'}",
+                )
+            reads_rows = key.startswith("data.")
+            if self._is_filter[name] != reads_rows and (reads_rows or key in MODEL_KEYS):
+                leaves = "rows" if self._is_filter[name] else "a model"
+                raise InputError(
+                    f"stage {name} leaves {leaves}",
+                    where=f"{where}, {key}",
+                    fix="name a stage with `keep`" if reads_rows else "name a stage without `keep`",
                 )
             needs.append((key, self._folders[name]))
             return self._results[name]
@@ -224,7 +255,8 @@ class _Reader:
         if "stage" in value:
             _require_keys(value, ("stage", "first"), f"{where}, {key}")
             name = value["stage"]
-            if name not in self._results and name in block and "first" in value:
+            is_later = isinstance(name, str) and name in block and name not in self._results
+            if is_later and "first" in value:
                 first = value["first"]
                 return result_of(first) if first in self._folders else first
             return result_of(name)
@@ -245,8 +277,10 @@ def _keep(values: Any, where: str) -> Keep:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if key == "pass-rate":
             ends = value if isinstance(value, list) else []
-            fits = len(ends) == 2 and all(
-                isinstance(end, int | float) and 0 <= end <= 1 for end in ends
+            fits = (
+                len(ends) == 2
+                and all(isinstance(end, int | float) for end in ends)
+                and 0 <= ends[0] <= ends[1] <= 1
             )
             value = tuple(ends) if fits else value
         elif key == "rows":
@@ -256,7 +290,7 @@ def _keep(values: Any, where: str) -> Keep:
         elif isinstance(default, int):
             fits = number and isinstance(value, int) and value >= (key == "chunk")
         else:
-            fits = number
+            fits = number and math.isfinite(value) and (key != "gap" or value >= 0)
         if not fits:
             raise InputError(
                 f"keep: {key}: {value!r} is wrong",
@@ -264,11 +298,57 @@ def _keep(values: Any, where: str) -> Keep:
                 fix=f"the default is {list(default) if isinstance(default, tuple) else default}",
             )
         checked[names[key].name] = value
-    return Keep(**checked)
+    keep = Keep(**checked)
+    unread = [key for key in values if keep.rows not in READ_BY.get(key, (keep.rows,))]
+    if "weakest" in values and not keep.concepts:
+        unread.append("weakest")
+    if unread:
+        readers = READ_BY.get(unread[0], ())
+        raise InputError(
+            f"keep: {unread[0]} would change nothing",
+            where=where,
+            why=f"rows: {keep.rows} does not read it" if readers else "there are no `concepts`",
+            fix=f"leave it out, or use {' or '.join(f'rows: {rows}' for rows in readers)}"
+            if readers
+            else "leave it out, or name the column of `concepts`",
+        )
+    return keep
+
+
+def _flags(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return flag, in one spelling -> value of a mapping of flags.
+
+    Raises:
+        InputError: if a key is no flag, or a flag stands twice, `model` and `model.path` included.
+    """
+    flags = {yaml_flags.flag_name(k): value for k, value in yaml_flags.flat(values, where).items()}
+    if "run-dir" in flags:
+        raise InputError("run-dir is the recipe's", where=where, fix="leave it out of stages")
+    model = flags.pop("model", None)
+    if model is None:
+        return flags
+    if "model.path" in flags:
+        raise InputError("model and model.path are the same", where=where, fix="leave one out")
+    # A preset may begin with random weights; a stage that names its model does not.
+    return {"model.path": model, "model.random-init": False} | flags
+
+
+def _evaluation(values: Mapping[str, Any], where: str) -> list[str]:
+    """Return the preset and the arguments of a set of problems."""
+    flags = _flags(values, where)
+    for flag in flags:
+        if flag == "model.path" or flag.endswith(".stage"):
+            raise InputError(
+                f"{flag.removesuffix('.stage')} of an evaluation",
+                where=where,
+                why="the models of the stages answer all sets, and a set comes from no stage",
+                fix="leave it out" if flag == "model.path" else "name a file",
+            )
+    return _argv(flags, where)
 
 
 def _argv(flags: dict[str, Any], where: str) -> list[str]:
-    """Return the preset and the arguments that a mapping of flags stands for."""
+    """Return the preset and the arguments that flags stand for."""
     preset = flags.pop(yaml_flags.PRESET, None)
     if not isinstance(preset, str):
         raise InputError(

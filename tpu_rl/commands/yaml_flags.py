@@ -26,6 +26,8 @@ from tpu_rl.runtime.worker_child import shorten
 
 PRESET = "preset"
 FIX = "see docs/reference/flags.md for the names of flags"
+MERGE = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`."""
 
 
 def read(path: Path) -> tuple[str | None, list[str]]:
@@ -80,28 +82,50 @@ def arguments(content: Mapping[Any, Any], where: str) -> list[str]:
     Raises:
         InputError: if a key or value is none of a flag. It names `where`.
     """
-    return list(_arguments(content, "", where))
+    flags = flat(content, where)
+    return [part for flag, value in flags.items() for part in flag_names.arguments(flag, value)]
 
 
-def _arguments(content: Mapping[Any, Any], parents: str, where: str) -> Iterator[str]:
-    """Yield the arguments of a mapping, whose flags begin with `parents`."""
+def flat(content: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Return flag, with dots -> value of a mapping of flags, nested or with dots.
+
+    Raises:
+        InputError: if a key or value is none of a flag, or a flag stands twice. It names `where`.
+    """
+    flags: dict[str, Any] = {}
+    for flag, value in _flat(content, "", where):
+        if flag_name(flag) in map(flag_name, flags):
+            raise InputError(f"the flag {flag_name(flag)} stands twice", where=where, fix=FIX)
+        flags[flag] = value
+    return flags
+
+
+def flag_name(flag: str) -> str:
+    """Return the one spelling of a flag that may also be written with underscores."""
+    return flag.replace("_", "-")
+
+
+def _flat(content: Mapping[Any, Any], parents: str, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the flags of a mapping, which begin with `parents`, and their values."""
     for key, value in content.items():
         if not isinstance(key, str) or not key.strip():
             raise InputError(f"{key!r} is no flag", where=where, fix=FIX)
         flag = parents + key.removeprefix("--")
         if isinstance(value, Mapping):
-            yield from _arguments(value, f"{flag}.", where)
+            yield from _flat(value, f"{flag}.", where)
             continue
         if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
             raise InputError(f"{flag} is a list of lists or mappings", where=where, fix=FIX)
-        yield from flag_names.arguments(flag, value)
+        yield flag, value
 
 
 class _Loader(yaml.SafeLoader):
     """Reads YAML whose repeated keys are errors; PyYAML's own loader keeps the last in silence."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        # Keys that `<<` merges may stand in the mapping, too, and are then of no effect.
+        own = [key for key, _ in node.value if key.tag != MERGE]
+        keys = [self.construct_object(key, deep=True) for key in own]
         repeated = next((key for key in keys if keys.count(key) > 1), None)
         if repeated is not None:
             raise yaml.constructor.ConstructorError(
