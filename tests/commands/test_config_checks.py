@@ -21,6 +21,26 @@ MISFITS = {
         ["arithmetic_grpo", "--samples.max-per-step", "-1"],
         "--samples.max-per-step",
     ),
+    "no k of tokens": (["arithmetic_grpo", "--sampling.top-k", "-1"], "--sampling.top-k"),
+    "more than all": (["arithmetic_grpo", "--sampling.top-p", "2"], "--sampling.top-p"),
+    "beyond the likeliest": (["arithmetic_grpo", "--sampling.min-p", "1.5"], "--sampling.min-p"),
+    "an infinite penalty": (
+        ["arithmetic_grpo", "--sampling.repetition-penalty", "0"],
+        "--sampling.repetition-penalty",
+    ),
+    "a moment that forgets nothing": (
+        ["arithmetic_grpo", "--optimizer.beta2", "1"],
+        "--optimizer.beta2",
+    ),
+    "a buffer before the first token": (
+        ["arithmetic_grpo", "--algorithm.overlong-buffer", "1000"],
+        "--algorithm.overlong-buffer, --sampling.max-new-tokens",
+    ),
+    "two lists": (["arithmetic_grpo", "--reward", "gsm8k", "--reward=choice"], "--reward"),
+    "two spellings": (
+        ["grpo", "--sampling.stop-strings", "a", "--sampling.stop_strings", "b"],
+        "--sampling.stop-strings",
+    ),
     "groups are equal": (
         ["arithmetic_grpo", "--sampling.temperature", "0"],
         "--sampling.temperature",
@@ -174,6 +194,13 @@ def test_misfits_are_refused(name):
         config.parse(flags)
     assert error.value.where == where
     assert error.value.fix
+
+
+@pytest.mark.parametrize("words", [["--batch.share-prefixes", "true"], ["--wandb=False"]])
+def test_a_switch_with_a_value_is_explained(words):
+    with pytest.raises(InputError) as error:
+        config.parse(["arithmetic_grpo", *words])
+    assert "a switch has no value" in error.value.fix
 
 
 def test_every_phase_is_looked_at():

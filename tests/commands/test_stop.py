@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.fixtures.runs import TINY, digest, rows_of
-from tpu_rl.commands import config, run, stages, verify
+from tpu_rl.commands import config, evaluators, run, stages, verify
 from tpu_rl.commands.config import StopConfig
 from tpu_rl.commands.saved_run import load_run
 from tpu_rl.errors import InputError
@@ -67,6 +67,10 @@ def test_metrics_that_a_run_lacks_are_refused():
         stages.require_metrics(stop, {"eval/accuracy": 1, "reward/std": 1}, "eval/")
     with pytest.raises(InputError, match="reward/std"):
         stages.require_metrics(stop, {"reward/std": 1}, "")
+    # A run without evaluations looks, too, and would never stop.
+    assert evaluators.Evaluations(evaluators._nothing, evaluators._nothing).measure_nothing
+    with pytest.raises(InputError, match="evaluations do not measure it"):
+        stages.require_metrics(stop, {}, "eval/")
 
 
 def test_a_run_of_before_there_were_rules_has_the_same_identity():

@@ -446,6 +446,7 @@ def parse(argv: list[str]) -> ExperimentConfig:
         chosen = chosen if has_preset else file_preset or chosen
         flags = [*file_flags, *flags]
     default = load_file(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
+    flag_names.require_once(default, argv)
     name, flags = take_flag(flags, ALGORITHM_FLAG)
     if name is not None:
         default = with_algorithm(default, name)
@@ -630,6 +631,8 @@ def _flag_error(printed: str) -> InputError:
             fix = "separate several values with spaces, not with commas: 0.7 0.3"
         return InputError(message, where=" ".join(nearest), fix=fix)
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
+    if re.search(r"options: (true|false)$", message, re.IGNORECASE):
+        fix = "a switch has no value: --batch.share-prefixes or --batch.no-share-prefixes"
     return InputError(message, fix=fix)
 
 

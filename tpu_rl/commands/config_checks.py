@@ -428,6 +428,15 @@ def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConf
             _check_reference_log_probs(sampling)
         if isinstance(algorithm, SamplerCorrection):
             _check_correction(algorithm, sampling)
+        buffer = getattr(algorithm, "overlong_buffer", 0)
+        if buffer > sampling.max_new_tokens:
+            raise InputError(
+                f"an overlong buffer of {buffer} tokens before a limit of "
+                f"{sampling.max_new_tokens}",
+                where="--algorithm.overlong-buffer, --sampling.max-new-tokens",
+                why="even an empty completion would be penalized for its length",
+                fix=f"use at most {sampling.max_new_tokens}; DAPO uses a fifth of the limit",
+            )
 
 
 def _check_correction(algorithm: SamplerCorrection, sampling: SamplingConfig) -> None:

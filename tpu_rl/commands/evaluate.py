@@ -36,6 +36,7 @@ from tpu_rl.commands import (
     compose,
     evaluate_q_sharp,
     evaluators,
+    flag_names,
     meshes,
     preflight,
     roles,
@@ -174,6 +175,7 @@ class Flags:
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("evaluate"), description=__doc__)
     try:
+        flag_names.require_once(flags, argv)
         check(flags)
         config = load_settings(flags)
         if flags.images:

@@ -57,6 +57,11 @@ class Evaluations(NamedTuple):
     in_sampling: Evaluate
     """Answers problems: the weights are where evaluations sample."""
 
+    @property
+    def measure_nothing(self) -> bool:
+        """True if no step of the run will have a metric of an evaluation."""
+        return self == (_nothing, _nothing)
+
 
 def evaluator(
     context: RunContext, stage: Stage, algorithm: Algorithm, params: Params

@@ -6,7 +6,10 @@ docs/reference/flags.md compares the names of TRL and verl in full.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
+
+from tpu_rl.errors import InputError
 
 EARLIER = {
     "checkpoint-every": "--checkpoint.interval",
@@ -66,6 +69,32 @@ def arguments(flag: str, value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [f"--{flag}", *map(str, value)]
     return [f"--{flag}={value}"]
+
+
+def require_once(default: Any, flags: Sequence[str]) -> None:
+    """Check that no flag of several values is given twice, where the last one would replace the
+    others.
+
+    Args:
+        default: the configuration whose fields the flags are.
+        flags: the words of one command line.
+
+    Raises:
+        InputError: if one is.
+    """
+    words = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    names = [word.replace("_", "-") for word in words]
+    for name in dict.fromkeys(names):
+        value = default
+        for part in name.removeprefix("--").replace("-", "_").split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, tuple) and names.count(name) > 1:
+            raise InputError(
+                f"{name} is given {names.count(name)} times",
+                where=name,
+                why="the last one would replace the others",
+                fix=f"write all values behind one: {name} A B",
+            )
 
 
 def remedy(flag: str) -> str | None:

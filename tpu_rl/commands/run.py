@@ -602,7 +602,7 @@ def evaluate_before_training(
     watchdog.mark("the evaluation before the first step")
     first = evaluators.before_training(context, stage, parts.evaluations)
     state, measured = evaluate(parts._replace(evaluations=first), state, in_full=True)
-    if measured:
+    if measured or parts.evaluations.measure_nothing:
         stages.require_metrics(job.config.stop, measured, "eval/")
     job.sink.write(0, measured)
     job.page.update()

@@ -143,7 +143,9 @@ def require_metrics(stop: StopConfig, row: dict[str, Any], prefix: str) -> None:
             f"the run has no metric {metric}",
             where="--stop.metric, --stop.when",
             why="evaluations do not measure it" if prefix else "a step does not measure it",
-            fix=f"in another --run-dir use {' or '.join(nearest)}" if nearest else "",
+            fix=f"in another --run-dir use {' or '.join(nearest)}"
+            if nearest
+            else "give held-out rows, and a reward that judges them",
         )
 
 

@@ -6,11 +6,12 @@ The sources of experience read these values, and `commands.config` composes them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from tpu_rl import sampler
 from tpu_rl.environments import TASKS
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import Count, CountOrNone, In, Positive, Share
 from tpu_rl.sampler import Speculation, Thinking
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
@@ -244,14 +245,14 @@ class SamplingConfig:
     long_observations: Literal["cut", "refuse"] = "cut"
     """Longer answers are cut, and end with "...[cut]"; or they are faults of their episodes."""
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    max_num_seqs: int = 0
+    top_k: Count | None = None
+    top_p: Annotated[float, In("(0, 1]")] | None = None
+    min_p: Share | None = None
+    max_num_seqs: CountOrNone = 0
     """Completions decoded at once. When one ends, the next takes its slot. 0: as many as an
     evaluation has, or a step, or half of that, or a quarter ..., the first number that fits beside
     the train state; where the memory of a device is not known, as on CPUs, 256."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Positive = 1.0
     """Divide positive logits of tokens that are in the text already, and multiply negative ones.
     Evaluation ignores it, as it ignores logit_bias."""
     logit_bias: tuple[tuple[int, float], ...] = ()

@@ -13,7 +13,7 @@ from optax import contrib
 
 from tpu_rl import ranges
 from tpu_rl.errors import InputError
-from tpu_rl.ranges import In, NotNegative
+from tpu_rl.ranges import CountOrNone, In, NotNegative, Share
 
 UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log", "_gain", "_scalar")
 """Weight decay skips leaves whose names end like this: norms, biases, and what the decays of linear
@@ -52,17 +52,17 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up: constant, or decay to `final_share` of the learning rate at the
     last step."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrNone = 0
     """Optimizer steps of linear increase from zero."""
-    final_share: float = 0.1
+    final_share: Share = 0.1
     weight_decay: NotNegative = 0.0
     """The share of each matrix that a step takes off, as a multiple of the learning rate."""
-    beta1: float = 0.9
+    beta1: Annotated[float, In("[0, 1)")] = 0.9
     """Decay rate of the momentum; in muon, also of AdamW's first moment. In lion, the share of the
     momentum in an update. 0.95 is usual for muon."""
-    beta2: float = 0.999
+    beta2: Annotated[float, In("[0, 1)")] = 0.999
     """Decay rate of AdamW's second moment; in lion, of the momentum, where 0.99 is usual."""
-    epsilon: float = 1e-8
+    epsilon: NotNegative = 1e-8
     max_grad_norm: Annotated[float, In("(0, inf]")] = 1.0
     """Gradients with a larger global norm are scaled down to this norm."""
     continued: bool = False
