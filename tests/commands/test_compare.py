@@ -44,6 +44,37 @@ def test_graded_answers_have_no_test_of_counts(tmp_path, capsys):
     assert "| - | 0.667 | 1.000 |" in printed
 
 
+@pytest.mark.parametrize("to", ["", "none/tables.md"])
+def test_a_table_that_cannot_be_written_is_refused_first(tmp_path, capsys, to):
+    assert compare.main(["none", "other", "--to", str(tmp_path / to)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_may_have_the_sign_of_methods_in_its_name(tmp_path):
+    names = tuple(str(tmp_path / f"lr=1e-{digit}") for digit in (4, 5))
+    Path(names[0]).mkdir()
+    groups = compare.groups_of((names[0], "b=" + names[1]))
+    assert groups == {names[0]: [names[0]], "b": [names[1]]}
+
+
+def test_rows_are_no_answers_and_are_not_to_be_deleted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    with pytest.raises(InputError, match="other rows than answers"):
+        answers.read(path)
+
+
+def test_flags_that_would_be_ignored_are_refused(tmp_path, capsys):
+    problems = ["--", "arithmetic_grpo"]
+    assert compare.main(["a", "b", "--metric", "reward/mean", *problems]) == 2
+    assert "answers no problems" in capsys.readouterr().err
+    assert combine.main(["a", "--deltas", *problems]) == 2
+    assert "answers no problems" in capsys.readouterr().err
+    sweep = ["--sweep", "0.12345678", "0.12345679"]
+    assert combine.main(["--to", str(tmp_path), "a=s", "a=1-s", "--base", "a", *sweep]) == 2
+    assert "not different folders" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
@@ -58,7 +89,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, second, expected):
     if second == "other":
         names.append(keep(tmp_path / "b.jsonl", [0, 1], "yz"))
     elif second == "damaged":
-        (tmp_path / "b.jsonl").write_text("{}\n{}\n")
+        (tmp_path / "b.jsonl").write_text('{"of": "x"}\n{}\n')
         names.append(str(tmp_path / "b.jsonl"))
     elif second:
         names.append(str(tmp_path / second))

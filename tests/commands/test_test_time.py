@@ -31,6 +31,8 @@ def test_variants_come_from_the_row_first():
     ("argv", "error"),
     [
         (["--steps", "0", "--", "arithmetic_grpo"], "--steps is 0"),
+        (["--", "arithmetic_grpo", "--", "arithmetic_grpo"], "several sets of flags"),
+        (["--", "arithmetic_grpo", "--steps=3", "--dry-run"], "no dry run"),
         (["--", "arithmetic_sft"], "cannot be learned from so"),
         (["--", "arithmetic_grpo", "--batch.staleness", "1"], "cannot be learned from so"),
         (["--", "arithmetic_grpo", "--rollout.curriculum.hints"], "cannot be learned from so"),
@@ -39,6 +41,11 @@ def test_variants_come_from_the_row_first():
 def test_what_cannot_be_is_refused(argv, error, capsys):
     assert test_time.main(argv) == 2
     assert error in capsys.readouterr().err
+
+
+def test_flags_without_effect_are_named(capsys):
+    test_time.require_one_run([["arithmetic_grpo", "--steps=3", "--seed", "1"]])
+    assert capsys.readouterr().err.startswith("note: --steps behind -- has no effect")
 
 
 @pytest.mark.slow

@@ -93,6 +93,20 @@ def test_models_that_do_not_fit_are_refused(three, tmp_path, change, expected):
     assert not (tmp_path / "to").exists()
 
 
+def test_another_spelling_of_the_same_architecture_is_no_difference(tmp_path):
+    """As transformers 5 writes the configuration of a model that was published earlier."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 10}
+    old = write(tmp_path / "old", BASE, rope_theta=5e5, **sizes)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    new = write(tmp_path / "new", BASE, rope_parameters=rope, attention_bias=False, **sizes)
+    combine.combine(tmp_path / "sum", [(old, 0.5), (new, 0.5)])
+    rope["rope_theta"] = 1e4
+    other = write(tmp_path / "other", BASE, rope_parameters=rope, **sizes)
+    with pytest.raises(InputError, match="config.json has rope_"):
+        combine.combine(tmp_path / "sum", [(old, 0.5), (other, 0.5)])
+
+
 def test_deltas_find_a_planted_change(tmp_path):
     """W has three large directions. A change of rank 2 outside of them turns none of them, and has
     an effective rank of 2 if both singular values are equal."""

@@ -125,7 +125,9 @@ def problems_of(config: ExperimentConfig, is_whole: bool) -> list[Row]:
         raise InputError(
             "there are no held-out problems",
             where="--evaluation.rows, --data.path",
-            fix="give rows with a `prompt`",
+            why="at most a tenth of a file's rows is held out, and only rows with a `prompt` are "
+            "problems",
+            fix="give more such rows, or --data.evaluation-path",
         )
     return rows
 
@@ -242,13 +244,21 @@ def read(path: Path, of: str | None = None) -> Answers | None:
     """Read answers; None if there is no file, or it has other answers than `of`.
 
     Raises:
-        DamagedDataError: if it is no such file.
+        InputError: if it has other rows.
+        DamagedDataError: if it is damaged.
     """
     if not path.is_file():
         return None
     try:
         with path.open(encoding="utf-8") as file:
             first, *problems = map(json.loads, file)
+        if first.keys() != {"of"}:
+            raise InputError(
+                "the file holds other rows than answers",
+                where=str(path),
+                fix="name a file that compare --keep or a recipe wrote; rows are --data.path, "
+                "behind --",
+            )
         if of is not None and first["of"] != of:
             return None
         rewards = [[np.nan if r is None else r for r in row["rewards"]] for row in problems]
@@ -257,7 +267,7 @@ def read(path: Path, of: str | None = None) -> Answers | None:
             [row["completions"] for row in problems],
             np.array(rewards, np.float64).reshape(len(problems), -1),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedDataError(
             "the file holds no answers",
             where=str(path),

@@ -65,6 +65,8 @@ def main(argv: list[str]) -> int:
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("combine"), description=__doc__)
     try:
+        if flags.deltas and problems:
+            raise InputError("--deltas answers no problems", where="--", fix="leave them out")
         if flags.deltas:
             report_deltas(flags)
         else:
@@ -95,12 +97,18 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
             where="--sweep",
             fix="as in A=s B=1-s --sweep 0 0.5 1",
         )
+    points = [(f"{s:g}", s) for s in flags.sweep] or [("", 0.0)]
+    if len({name for name, _ in points}) < len(points):
+        raise InputError(
+            f"{' '.join(name for name, _ in points)} are not different folders",
+            where="--sweep",
+            fix="give values that differ in six digits",
+        )
     if len(problems) > 1:
         raise InputError("a sweep has one set of problems", where="--", fix="give one")
     config = configuration.parse(problems[0]) if problems else None
     base = models.find_directory(address_of(flags.base)) if flags.base is not None else None
     paths = [models.find_directory(address_of(name)) for name, _ in pairs]
-    points = [(f"{s:g}", s) for s in flags.sweep] or [("", 0.0)]
     measured = []
     for name, s in points:
         terms = [(path, weight_of(text, s)) for path, (_, text) in zip(paths, pairs, strict=True)]

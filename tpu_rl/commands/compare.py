@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
     try:
         if flags.replay is not None:
             return replay(flags.replay, flags.to)
+        check_target(flags.to)
         text = compare(flags, problems)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,6 +75,17 @@ def main(argv: list[str]) -> int:
     if flags.to is not None:
         Path(flags.to).write_text(f"{text}\n", encoding="utf-8")
     return 0
+
+
+def check_target(to: str | None) -> None:
+    """Raise InputError if the file --to cannot be written, before anything is sampled."""
+    if to is not None and (Path(to).is_dir() or not Path(to).absolute().parent.is_dir()):
+        raise InputError(
+            f"{to} cannot be written",
+            where="--to",
+            why="it is a folder" if Path(to).is_dir() else "its folder does not exist",
+            fix="name a file, as in tables.md",
+        )
 
 
 def compare(flags: Flags, problems: list[list[str]]) -> str:
@@ -91,6 +103,12 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
             f"{flags.samples} samples at temperature {flags.temperature:g}",
             where="--samples, --temperature",
             fix="use at least 1, and no negative temperature",
+        )
+    if flags.metric is not None and problems:
+        raise InputError(
+            "--metric reads the metrics of runs and answers no problems",
+            where="--metric, --",
+            fix="leave one of them out",
         )
     if flags.metric is not None:
         last = {member: [last_value(member, flags.metric)] for member in members}
@@ -118,8 +136,11 @@ def groups_of(names: tuple[str, ...]) -> dict[str, list[str]]:
     """Return name -> members. A model alone is a group of its own."""
     groups: dict[str, list[str]] = {}
     for text in names:
-        name, equals, members = text.partition("=")
-        group = [member for member in (members if equals else text).split(",") if member]
+        # A folder's name may have the sign, too, as in lr=1e-5.
+        is_place = Path(text).exists()
+        name, equals, members = (text, "", "") if is_place else text.partition("=")
+        parts = [text] if is_place else (members if equals else text).split(",")
+        group = [member for member in parts if member]
         if not group or name in groups:
             raise InputError(
                 f"{text!r} names {'a method twice' if group else 'no model'}",

@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
     prog = typed_command("test-time")
     flags = tyro.cli(Flags, args=argv, prog=prog, description=__doc__)
     try:
+        require_one_run(settings)
         config = check(flags, configuration.parse(settings[0] if settings else []))
         compilation_cache.enable()
         print(run(flags, config))
@@ -70,6 +71,20 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     return 0
+
+
+def require_one_run(settings: list[list[str]]) -> None:
+    """Say which flags behind `--` have no effect. Raise InputError if there cannot be one run."""
+    words = {word.partition("=")[0] for flags in settings for word in flags}
+    if len(settings) > 1 or "--dry-run" in words:
+        raise InputError(
+            "several sets of flags" if len(settings) > 1 else "no dry run of test_time",
+            where="--",
+            why="there is one run, and it trains on each problem",
+            fix="leave it out, or use tpu-rl run --dry-run",
+        )
+    for word in sorted(words & {"--steps", "--epochs", "--evaluation.rows"}):
+        print(f"note: {word} behind -- has no effect: see --steps and --items", file=sys.stderr)
 
 
 def check(flags: Flags, config: ExperimentConfig) -> ExperimentConfig:

@@ -21,13 +21,15 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.hf import peft, safetensors_files
+from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.hf import families, peft, safetensors_files
 from tpu_rl.models.hf.checkpoint import SHARD_BYTES, assign_files, write_index
 from tpu_rl.models.hf.paths import atomic_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import DTYPES, StoredTensor
@@ -115,7 +117,10 @@ def fitting_tensors(directories: Sequence[Path]) -> list[dict[str, StoredTensor]
             )
     tensors = [safetensors_files.find_tensors(directory) for directory in directories]
     for directory, others in zip(directories[1:], tensors[1:], strict=True):
-        require_same(first, directory, _settings(first), _settings(directory), "config.json has")
+        settings = (_settings(first), _settings(directory))
+        architecture = _architecture(settings[0])
+        if architecture is None or architecture != _architecture(settings[1]):
+            require_same(first, directory, *settings, "config.json has")
         old, new = ({name: t.shape for name, t in part.items()} for part in (tensors[0], others))
         require_same(first, directory, old, new, "the tensor")
         for name in TOKENIZER_FILES:
@@ -143,6 +148,16 @@ def require_same(
                 why="only weights of one architecture can be added up",
                 fix="use models that began as the same model",
             )
+
+
+def _architecture(settings: dict[str, Any]) -> DecoderConfig | None:
+    """Return what settings compute, however they are spelled: another version of transformers may
+    write defaults, or other names. None if this library does not know the family."""
+    try:
+        return replace(families.read_config(settings, "float32", "float32"), source="")
+    # In a stranger's file any value may have any type.
+    except (InputError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+        return None
 
 
 def _settings(directory: Path) -> dict[str, Any]:
