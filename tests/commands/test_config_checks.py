@@ -22,7 +22,7 @@ MISFITS = {
         "--samples.max-per-step",
     ),
     "no k of tokens": (["arithmetic_grpo", "--sampling.top-k", "-1"], "--sampling.top-k"),
-    "more than all": (["arithmetic_grpo", "--sampling.top-p", "2"], "--sampling.top-p"),
+    "more than certain": (["arithmetic_grpo", "--sampling.top-p", "2"], "--sampling.top-p"),
     "beyond the likeliest": (["arithmetic_grpo", "--sampling.min-p", "1.5"], "--sampling.min-p"),
     "an infinite penalty": (
         ["arithmetic_grpo", "--sampling.repetition-penalty", "0"],

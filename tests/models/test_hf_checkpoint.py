@@ -258,7 +258,12 @@ def cut_short(directory):
     )
 
 
+def gguf_only(directory):
+    (directory / "model.safetensors").rename(directory / "model-Q4_K_M.gguf")
+
+
 DAMAGE = [
+    (gguf_only, "no safetensors file.*it has GGUF files"),
     (pickle_only, r"no safetensors file.*only pickled weights \(pytorch_model.bin\)"),
     (
         write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),

@@ -18,7 +18,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.models.config import LORA_A, LORA_B, has_outputs_first
 from tpu_rl.models.decoder import decoder
-from tpu_rl.models.hf import safetensors_files
+from tpu_rl.models.hf import peft, safetensors_files
 from tpu_rl.proofs.tiny import QUICKLY
 from tpu_rl.train import sharding
 from tpu_rl.types import Model, Params
@@ -716,6 +716,29 @@ def test_unsupported_adapters_are_refused(saved, fields, words):
 def test_tensors_that_do_not_fit_are_named(saved, change, words):
     edit_tensors(saved, change)
     with pytest.raises(InputError, match=words):
+        models.load(saved)
+
+
+def test_weights_that_an_adapter_trained_as_a_whole_have_a_remedy(saved):
+    edit_tensors(
+        saved,
+        lambda tensors: tensors.update(
+            {"base_model.model.model.norm.weight": np.ones(3, np.float32)}
+        ),
+    )
+    with pytest.raises(InputError, match="not part of the model: model.norm") as error:
+        models.load(saved)
+    assert "merge_and_unload" in error.value.fix
+
+
+def test_a_configuration_beside_an_adapter_is_of_its_base(saved):
+    """Some libraries write it. Weights beside it would be a second model."""
+    config = (saved.parent / "base" / "config.json").read_bytes()
+    (saved / "config.json").write_bytes(config)
+    assert peft.is_adapter(saved)
+    models.load(saved)
+    (saved / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match="holds a model and an adapter"):
         models.load(saved)
 
 

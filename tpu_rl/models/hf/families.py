@@ -742,11 +742,17 @@ def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> Non
         if hf["model_type"] in rope_config.GEMMA4 and hf.get(field) == "vision":
             continue  # Only tokens of images see later ones.
         if field not in family.defaults and hf.get(field, supported) not in (supported, None):
+            fix = f"use a model with {field} = {json.dumps(supported)}"
+            if field == "quantization_config":
+                fix = (
+                    "give the model that was quantized, in 16 or 32 bits; below adapters, "
+                    "--model.lora.base-dtype nf4 or int8 quantizes it here"
+                )
             raise InputError(
                 f"{field} = {str(hf[field])[:80]} is not supported",
                 where=where,
                 why="the model would load, but its outputs would be wrong",
-                fix=f"use a model with {field} = {json.dumps(supported)}",
+                fix=fix,
             )
 
 

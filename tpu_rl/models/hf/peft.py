@@ -77,8 +77,24 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return True if a directory holds an adapter and not a whole model."""
-    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+    """Return True if a directory holds an adapter and not a whole model.
+
+    Some libraries write the base's config.json beside an adapter.
+
+    Raises:
+        InputError: it holds both, and transformers would put the adapter on another base.
+    """
+    if not (directory / CONFIG).is_file():
+        return False
+    others = {path.name for path in directory.glob("*.safetensors")} - {WEIGHTS}
+    if (directory / "config.json").is_file() and others:
+        raise InputError(
+            "the directory holds a model and an adapter",
+            where=str(directory),
+            why=f"{min(others)} and {CONFIG}: which one is meant, or both, nobody knows",
+            fix="move one of them to a directory of its own",
+        )
+    return True
 
 
 def base_directory(directory: Path) -> Path:
@@ -165,7 +181,11 @@ def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTens
     shapes = {name: tensor.shape for name, tensor in _adapter_tensors(model, is_shared).items()}
     if base.config.num_outputs and SCORE not in stored:
         shapes.pop(SCORE)
-    require_fit(directory, shapes, stored, CONFIG)
+    remedy = (
+        "; an adapter of some layers only, or one that trained other weights, too "
+        "(modules_to_save), has to be merged with PEFT (merge_and_unload)"
+    )
+    require_fit(directory, shapes, stored, CONFIG, remedy)
     return model, stored, is_shared
 
 

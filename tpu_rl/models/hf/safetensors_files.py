@@ -142,6 +142,13 @@ def _find_files(directory: Path) -> list[Path]:
             fix="convert them with transformers: "
             "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)",
         )
+    if any(directory.glob("*.gguf")):
+        raise InputError(
+            "no safetensors file in the model directory",
+            where=str(directory),
+            why="it has GGUF files, whose weights are mostly quantized for llama.cpp",
+            fix="give the model that they were made of",
+        )
     raise InputError(
         "no safetensors file in the model directory",
         where=str(directory),

@@ -214,8 +214,11 @@ def require_fit(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, StoredTensor | Mxfp4Tensor],
     config_file: str,
+    remedy: str = "",
 ) -> None:
     """Check that the stored tensors are those of `shapes`, which follow from `config_file`.
+
+    `remedy` is what else an error advises.
 
     Raises:
         InputError: tensors are missing, are left over, or have another shape; it names them.
@@ -237,5 +240,5 @@ def require_fit(
             f"the weights do not fit {config_file}",
             where=str(directory),
             why="; ".join(reasons),
-            fix=f"use {config_file} and weights of the same model",
+            fix=f"use {config_file} and weights of the same model{remedy}",
         )
