@@ -77,6 +77,21 @@ def test_a_missing_column_is_an_input_error():
     assert error.value.fix == "did you mean anwser?"
 
 
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (lambda queries, prompts, labels: [], "score(prompts, completions, labels"),
+        (lambda data_sources, solution_strs, ground_truths: [], "of one completion"),
+        (lambda completions, trainer_state: [], "name `step`"),
+        (lambda completions, log_metric, **columns: [], "the default None"),
+    ],
+)
+def test_the_forms_of_other_libraries_have_a_remedy(function, remedy):
+    with pytest.raises(InputError, match="needs a column") as error:
+        score(function, data_source=[1] * 4)
+    assert remedy in error.value.fix
+
+
 def test_one_bad_row_does_not_spoil_the_others():
     def fails_on_three(prompts, completions, **columns):
         return [1 / (int(text) - 3) for text in completions]

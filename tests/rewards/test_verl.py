@@ -32,6 +32,12 @@ def test_each_completion_is_judged_by_itself(is_chat):
         function(prompts=prompts, completions=completions)
 
 
+def test_a_dict_without_a_score_names_what_it_has():
+    function = verl_rewards.adapt(lambda solution_str, ground_truth: {"reward": 1.0})
+    with pytest.raises(ValueError, match="without `score`, but with reward"):
+        function(prompts=["a"], completions=["b"], ground_truth=["c"])
+
+
 def test_other_functions_stay():
     def score(completions, ground_truth):
         return [0.0] * len(completions)

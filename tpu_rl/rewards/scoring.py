@@ -69,6 +69,16 @@ ROLLOUT_COLUMNS = (
 )
 """Names of what a function may ask about a rollout; see the module's docstring."""
 
+FOREIGN = {
+    "queries": "OpenRLHF's form is not called: write score(prompts, completions, labels, **columns)",
+    "solution_strs": "of verl's forms only that of one completion is called: "
+    "compute_score(data_source, solution_str, ground_truth, extra_info)",
+    "trainer_state": "there is no trainer: name `step`, the step of the run for each completion",
+    "log_extra": "give it the default None: `samples.jsonl` has what each reward gave",
+    "log_metric": "give it the default None: a reward of weight 0 is measured and not added",
+}
+"""Parameters of other libraries' functions -> how to write these here."""
+
 Reward = Callable[..., Sequence[Any]]
 """fn(prompts, completions, **columns) -> a float or None for each completion. An exception in place
 of a value is an error on that completion alone."""
@@ -342,7 +352,9 @@ def require_columns(
     present = {"prompts", "completions", *columns, *rollout_columns}
     # verl's rows have the answer in an object.
     column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
-    for parameter in parameters(function) or ():
+    accepted = parameters(function) or ()
+    foreign = [FOREIGN[p.name] for p in accepted if p.name in FOREIGN]
+    for parameter in accepted:
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
@@ -351,7 +363,8 @@ def require_columns(
             raise InputError(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
-                fix=user_code.did_you_mean(parameter.name, list(columns))
+                fix=next(iter(foreign), None)
+                or user_code.did_you_mean(parameter.name, list(columns))
                 or f"name the column that holds it: --data.columns {parameter.name}={column}",
             )
 

@@ -54,6 +54,8 @@ def _score_of(value: Any) -> Any:
     """Return the score: verl's functions return it alone, in a dict, or as the first of several."""
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
+    if isinstance(value, dict) and "score" not in value:
+        raise ValueError(f"it returned a dict without `score`, but with {', '.join(value)}")
     if isinstance(value, dict):
         return value["score"]
     return value[0] if isinstance(value, tuple | list) else value
