@@ -70,7 +70,8 @@ ROLLOUT_COLUMNS = (
 """Names of what a function may ask about a rollout; see the module's docstring."""
 
 FOREIGN = {
-    "queries": "OpenRLHF's form is not called: write score(prompts, completions, labels, **columns)",
+    "queries": "OpenRLHF's form is not called: write "
+    "score(prompts, completions, labels, **columns), which returns one number for each completion",
     "solution_strs": "of verl's forms only that of one completion is called: "
     "compute_score(data_source, solution_str, ground_truth, extra_info)",
     "trainer_state": "there is no trainer: name `step`, the step of the run for each completion",
