@@ -227,6 +227,16 @@ DOUBTS = {
     34: ([{"prompt": " \n"}], [], "1 prompts are nothing but white space"),
     48: ([{"prompt": "a"}] * 3 + [{"prompt": "b"}], [], "2 prompts repeat earlier ones"),
     35: ([{"prompt": "a", "completion": ""}], [], "1 rows have an answer without a text"),
+    51: (
+        [{"prompt": "a", "chosen": "b", "rejected": ""}],
+        [],
+        "1 rows have an answer without a text",
+    ),
+    52: (
+        [{"prompt": "a", "completion": text, "label": True} for text in "bc"],
+        [],
+        "2 completions have the label true, and none has the other",
+    ),
     49: (
         [{"prompt": "Why? ", "chosen": "Why? So.", "rejected": "Why? No."}],
         [],
@@ -250,6 +260,8 @@ def test_ordinary_rows_have_no_warnings():
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert row_files.warnings([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "c"}]) == []
     assert row_files.warnings([pair, {**pair, "rejected": "d"}], []) == []
+    good = {"prompt": "a", "completion": "b", "label": 1}
+    assert row_files.warnings([good, good | {"label": 0}], []) == []
     assert row_files.warnings([{"messages": [{"role": "user", "content": "a"}]}], []) == []
 
 

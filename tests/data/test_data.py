@@ -43,6 +43,13 @@ def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
     assert [row["prompt"] for row in data.read(file)] == ["a", "b\r\n"]
 
 
+def test_cells_between_semicolons_are_named(tmp_path):
+    file = write(tmp_path / "a.csv", b"prompt;answer\na;b\n")
+    with pytest.raises(InputError, match="lacks the column") as error:
+        data.read(file)
+    assert "separated by commas, not by ';'" in error.value.fix
+
+
 def test_line_separators_of_unicode_do_not_end_a_line(tmp_path):
     file = write(tmp_path / "a.jsonl", '{"prompt": "a\u2028b\x85c"}\n')
     assert data.read(file) == [{"prompt": "a\u2028b\x85c"}]
@@ -56,6 +63,10 @@ def test_line_separators_of_unicode_do_not_end_a_line(tmp_path):
         (b"\x1f\x8b\x08\x00abc", "is gzip"),
         (b"PK\x03\x04abc", "is a zip archive"),
         (b"\xff\xfe{\x00", "is UTF-16"),
+        (b"\xfd7zXZ\x00", "is xz"),
+        (b"BZh91AY", "is bzip2"),
+        (b"ARROW1\x00\x00", "is Feather"),
+        (b"\xff\xff\xff\xff\x10", "is a stream of Arrow"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
         (b"<!DOCTYPE html>\n<html>", "is HTML"),
         (b'\n [{"prompt": "a"}]', "is one JSON array"),
@@ -138,9 +149,12 @@ def test_missing_files_and_directories(tmp_path):
     with pytest.raises(InputError, match="no such data file") as error:
         data.read(tmp_path / "trian.jsonl")
     assert error.value.fix == f"did you mean {tmp_path / 'train.jsonl'}?"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").touch()
     with pytest.raises(InputError, match="is a directory") as error:
         data.read(tmp_path)
     assert "train.jsonl" in error.value.fix
+    assert "data/train.parquet" in error.value.fix
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(InputError, match="no such data file"):
         data.read(tmp_path / "loop")

@@ -79,6 +79,7 @@ def test_forms_of_rows(message, expected):
         (answer([{"text": "so", "loss_mask": 0}]), "no meaning that libraries agree on"),
         (answer([{"text": "so", "weight": 2}], train_detail=[]), "in 2 ways"),
         (USER | {"span_weights": [{"text": "hi", "weight": 1}]}, "only the assistant's"),
+        (USER | {"train": True}, "only the assistant's"),
     ],
 )
 def test_spans_outside_of_the_text_are_refused(message, reason):

@@ -15,6 +15,7 @@ import math
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -344,8 +345,12 @@ def _array_text(file: Path, content: bytes) -> str:
 def _existing_file(file: Path) -> Path:
     """Return the file. Raises InputError if it is missing or not a regular file."""
     if file.is_dir():
+        # Published datasets have their files in data/, or a folder for each configuration.
         names = sorted(
-            str(entry) for entry in file.iterdir() if entry.suffix in (".jsonl", ".parquet")
+            str(entry)
+            for pattern in ("*", "*/*")
+            for entry in file.glob(pattern)
+            if entry.suffix in (".jsonl", ".parquet")
         )
         raise InputError(
             "the data path is a directory",
@@ -495,6 +500,16 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
 _OTHER_FORMATS = {
     b"PK\x03\x04": ("a zip archive", "unzip it"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+    b"\xfd7zXZ": ("xz", "unxz it"),
+    b"BZh": ("bzip2", "bunzip2 it"),
+    b"ARROW1": (
+        "Feather",
+        "write it as Parquet: pyarrow.feather.read_feather(path).to_parquet(new)",
+    ),
+    b"\xff\xff\xff\xff": (
+        "a stream of Arrow",
+        "write it as Parquet: datasets.Dataset.from_file(path).to_parquet(new)",
+    ),
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "git lfs pull"),
@@ -594,7 +609,10 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
     flag = "--data.columns " + " ".join(f"{name}={meant[name] or 'COLUMN'}" for name in missing)
     suggestions = [name for name in meant.values() if name is not None]
     fix = f"name what holds it, {flag}, or choose the --data.format of the file"
-    if suggestions:
+    separator = next((mark for mark in ";\t|" if len(row) == 1 and mark in next(iter(row))), None)
+    if separator is not None:
+        fix = f"the cells of a .csv file are separated by commas, not by {separator!r}"
+    elif suggestions:
         fix = f"did you mean `{'` and `'.join(suggestions)}`? {flag}"
     verdict = next((name for name in VERDICTS if name in row), None)
     if "chosen" in missing and verdict is not None and meant["chosen"] in (None, verdict):
@@ -712,6 +730,7 @@ def warnings(
     num_blank = 0
     num_repeating = 0
     num_empty = 0
+    labels: Counter[bool] = Counter()
     is_compared = False
     # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
     prompts = array("q")
@@ -723,6 +742,8 @@ def warnings(
         is_compared = is_compared or not row.keys().isdisjoint(("chosen", "label", "score"))
         num_repeating += _repeats_prompt(row)
         num_empty += _has_empty_answer(row)
+        if "completion" in row and row.get("label") in (True, False):
+            labels[bool(row["label"])] += 1
         if row.get("prompt"):
             text = _text(row["prompt"])
             num_blank += not text.strip()
@@ -743,6 +764,11 @@ def warnings(
             "pairs repeat their prompt in both answers: remove it from the answers",
         ),
         (num_empty, "rows have an answer without a text: only its end is learned"),
+        (
+            labels.total() if len(labels) == 1 and labels.total() > 1 else 0,
+            f"completions have the label {str(min(labels, default=True)).lower()}, and none has "
+            "the other: nothing tells good ones from bad ones",
+        ),
         (num_duplicates, "prompts repeat earlier ones"),
         (
             num_known,
@@ -755,10 +781,11 @@ def warnings(
 
 def _has_empty_answer(row: Row) -> bool:
     """Return True if an answer to learn is empty, and has no calls of tools either."""
-    answers = [
-        {"content": row.get("completion"), "role": "assistant"},
-        *(row.get("messages") or []),
-    ]
+    answers: list[Row] = []
+    for column in ("completion", "chosen", "rejected", "messages"):
+        value = row.get(column)
+        is_list = isinstance(value, list)
+        answers += value if is_list else [{"content": value, "role": "assistant"}]
     return any(
         answer.get("content") == "" and answer["role"] == "assistant"
         for answer in answers

@@ -121,7 +121,7 @@ def _message(message: Message, place: str) -> Message:
         raise ValueError(f"{place} has no content; it has `role` and `content`, or calls of tools")
     if calls:
         result["tool_calls"] = calls
-    return result | _with_weight(message, place)
+    return result | _with_weight(message, result["role"], place)
 
 
 def _role(name: Any, place: str) -> Any:
@@ -182,7 +182,7 @@ def _texts(content: Any, place: str) -> list[str]:
     return texts
 
 
-def _with_weight(message: Message, place: str) -> Message:
+def _with_weight(message: Message, role: Any, place: str) -> Message:
     """Return the further keys, with a flag of training as the `weight`."""
     for mask in span_weights.OTHER_MASKS:
         if mask in message:
@@ -198,6 +198,10 @@ def _with_weight(message: Message, place: str) -> Message:
             raise ValueError(
                 f"`{flag}` of {place} is {_shown(value)}: true and false say whether the message "
                 "is learned, and `weight` is a number"
+            )
+        if value and role != "assistant":
+            raise ValueError(
+                f"`{flag}` of {place} is true, and only the assistant's messages are learned"
             )
         others = {key: item for key, item in message.items() if key != flag}
         message = {"weight": float(value)} | others if not value else others
