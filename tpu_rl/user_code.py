@@ -43,11 +43,20 @@ def load_function(path: str, kind: str) -> Callable[..., Any]:
             where=f"{file_name} defines {', '.join(functions) or 'no function'}",
             fix=did_you_mean(name, functions),
         )
+    if kind == "reward" and inspect.isclass(members[name]):
+        raise InputError(
+            f"{name!r} in the reward file is a class",
+            where=file_name,
+            why="calling it makes an object, and no rewards",
+            fix=f"name an object of it: score = {name}()",
+        )
     return members[name]
 
 
 def load_members(file_name: str, kind: str, example: str = "") -> dict[str, Any]:
     """Return everything that a Python file defines, by name. The file is run.
+
+    It can import the files of its folder, as with `python FILE`; installed modules go first.
 
     Args:
         file_name: a path, absolute or from the working folder.
@@ -71,6 +80,8 @@ def load_members(file_name: str, kind: str, example: str = "") -> dict[str, Any]
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up here.
     sys.modules[module_name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
     # The user's program may raise anything.

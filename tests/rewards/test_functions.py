@@ -64,6 +64,25 @@ def test_a_misspelled_reward_gets_the_nearest_name(name, near):
     assert error.value.fix == f"did you mean {near}?"
 
 
+def test_a_file_can_import_its_neighbors(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbor_of_rewards.py").write_text("VALUE = 0.5\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from neighbor_of_rewards import VALUE\n"
+        "class Score:\n"
+        "    def __call__(self, completions, **columns):\n"
+        "        return [VALUE] * len(completions)\n"
+        "score = Score()\n"
+    )
+    in_process = RewardLimits(isolate=False)
+    function = registry.resolve(f"{file}:score", in_process)
+    assert function(completions=COMPLETIONS) == [0.5] * 3
+    with pytest.raises(InputError, match="is a class") as error:
+        registry.resolve(f"{file}:Score", in_process)
+    assert error.value.fix == "name an object of it: score = Score()"
+
+
 def test_rewards_whose_row_says_so_run_during_sampling():
     names = {name for name, row in rewards.BUILTIN.items() if row.in_workers}
     resolved = sorted(name for name, row in rewards.BUILTIN.items() if not row.required)
