@@ -101,6 +101,21 @@ def logits_of(model, params, tokens, pixels):
     return model.logits(params, hidden)
 
 
+@pytest.mark.parametrize(
+    "config", [LLAVA, changed(LLAVA, {"model_type": "clip_vision_model"}), config_of("qwen3_vl")]
+)
+def test_positions_of_a_random_tower_are_as_large_as_its_patches(config):
+    """Smaller ones vanish behind the first norm, and a tower from scratch does not learn places."""
+    model = models.from_config(config)
+    top = model.init(jax.random.key(0))["vision"]
+    # A picture of qwen3_vl is shown as several frames, all equal.
+    patch = top["vision_patch"] if "vision_patch" in top else top["vision_frames"].sum(2)
+    pixels = np.random.default_rng(0).normal(size=(50, *patch.shape[1:]))
+    patches = np.einsum("icpq,ecpq->ie", pixels, patch)
+    ratio = np.sqrt(np.mean(top["vision_position"] ** 2) / np.mean(patches**2))
+    assert 0.5 < ratio < 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",

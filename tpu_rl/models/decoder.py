@@ -123,9 +123,14 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
 
     It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
     of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
+
+    Positions of a vision tower are as large as what they are added to: patches of pixels of size 1
+    give 1. Smaller ones are lost behind the first norm, and the tower does not learn places.
     """
-    if name in ("embedding", "unembedding", "layer_embedding", "vision_class", "vision_position"):
+    if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
+    if name in ("vision_class", "vision_position"):
+        return 1.0
     if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
     if name.startswith(("vision_", "projector_")):
