@@ -343,6 +343,8 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
     for name in families.unused_names(model.config, stored):
         del stored[name]
     shapes = {name: file_tensor.shape for name, file_tensor in file_tensors.items()}
+    if _family(model).experts_may_be_turned:
+        stored = stacked_experts.turned(stored, shapes)
     require_fit(directory, shapes, stored, "config.json")
     return stored
 

@@ -223,6 +223,8 @@ class Family:
     one weight follow those of the other."""
     experts_are_transposed: bool = False
     """True if a matrix of all experts, which is one tensor, is [experts, outputs, inputs]."""
+    experts_may_be_turned: bool = False
+    """True if files also have such a tensor with these two axes the other way round."""
     quantizations: tuple[str, ...] = ()
     """Values of `quant_method` in files that are read, and dequantized."""
     norm: NormConfig = NormConfig()
@@ -387,6 +389,7 @@ _QWEN3_5 = {
 }
 _MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
 _QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
+_QWEN3_VL_MOE = {**_QWEN3_VL, **moe_families.QWEN3_VL_MOE}
 _QWEN3_5_MOE = {**_QWEN3_5, **moe_families.QWEN3_5_MOE}
 _QWEN3_NEXT = {**_QWEN3_5, **moe_families.QWEN3_NEXT}
 _OLMOE = {**_LLAMA, **moe_families.OLMOE}
@@ -406,6 +409,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl_text": Family("Qwen2VLTextModel", _QWEN2_VL, layer_types=_upper_sliding),
     "qwen2_5_vl_text": Family("Qwen2_5_VLTextModel", _QWEN2_VL, layer_types=_upper_sliding),
     "qwen3_vl_text": Family("Qwen3VLTextModel", _QWEN3_VL, reads_layer_types=False),
+    "qwen3_vl_moe_text": Family(
+        "Qwen3VLMoeTextModel",
+        _QWEN3_VL_MOE,
+        reads_layer_types=False,
+        names=moe_families.QWEN3_VL_MOE_NAMES,
+        experts_may_be_turned=True,
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         _MIXTRAL,
@@ -558,6 +568,13 @@ QWEN3_VL_TEXT_DEFAULTS = {
     "num_attention_heads": 32,
     "vocab_size": 151_936,
 }
+QWEN3_VL_MOE_TEXT_DEFAULTS = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "vocab_size": 151_936,
+}
 
 VISION = {
     **dict.fromkeys(
@@ -566,6 +583,7 @@ VISION = {
     "qwen2_vl": {"model_type": "qwen2_vl_text", **QWEN_VL_TEXT_DEFAULTS},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", **QWEN_VL_TEXT_DEFAULTS},
     "qwen3_vl": {"model_type": "qwen3_vl_text", **QWEN3_VL_TEXT_DEFAULTS},
+    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_text", **QWEN3_VL_MOE_TEXT_DEFAULTS},
 }
 """`model_type` of a model that always reads images -> defaults of the language model inside."""
 
@@ -714,7 +732,7 @@ def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
         inner = {name: value for name, value in source.items() if name not in outer}
     # As transformers: the outer field decides, and files of Qwen2.5-VL may have it inside.
     is_tied = bool(source.get("tie_word_embeddings"))
-    if source["model_type"] != "qwen3_vl":
+    if source["model_type"] not in ("qwen3_vl", "qwen3_vl_moe"):
         is_tied = is_tied or bool(inner.get("tie_word_embeddings"))
     own = {"model_type": defaults["model_type"], "tie_word_embeddings": is_tied}
     return {**defaults, **inner, **own}

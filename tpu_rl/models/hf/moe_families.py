@@ -30,6 +30,15 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": (),
 }
+QWEN3_VL_MOE = {
+    **QWEN3_MOE,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    # Not a field of Qwen3-VL: weights are always divided by their sum.
+    "norm_topk_prob": True,
+}
 GPT_OSS = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 150_000.0,
@@ -154,6 +163,13 @@ GPT_OSS_NAMES = {
     "expert_up_bias": "mlp.experts.gate_up_proj_bias",
     "expert_down_bias": "mlp.experts.down_proj_bias",
 }
+# All experts are one tensor, [experts, inputs, outputs]. Columns of the gate come first.
+QWEN3_VL_MOE_NAMES = {
+    "router": "mlp.gate.weight",
+    "expert_gate": "mlp.experts.gate_up_proj",
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
 # All experts are one tensor, [experts, outputs, inputs]. Rows of the gate come first.
 GEMMA4_NAMES = {
     "router": "router.proj.weight",
@@ -216,6 +232,16 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         ("moe_intermediate_size", intermediate_size, MAX_INTERMEDIATE_SIZE),
     ):
         require_size(field, number, largest, where)
+    is_turned = hf["model_type"] == "qwen3_vl_moe_text"
+    if is_turned and hf["hidden_size"] in (intermediate_size, 2 * intermediate_size):
+        raise InputError(
+            f"moe_intermediate_size = {intermediate_size} is not supported with "
+            f"hidden_size = {hf['hidden_size']}",
+            where=where,
+            why="files have the matrices of experts either way round, and their shapes would not "
+            "tell which",
+            fix="use a model whose experts are neither as wide nor half as wide",
+        )
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,

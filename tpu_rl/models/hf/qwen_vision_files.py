@@ -47,6 +47,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": (8, 16, 24),
     },
 }
+TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
 """`model_type` -> transformers' defaults of vision_config, beside `COMMON`."""
 
 COMMON = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -139,7 +140,7 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> QwenVi
         around=(tokens["vision_start_token_id"], tokens["vision_end_token_id"]),
         has_rms_norms=kind == "qwen2_5_vl",
         is_gated=kind == "qwen2_5_vl",
-        has_patch_bias=kind == "qwen3_vl",
+        has_patch_bias=kind.startswith("qwen3_vl"),
         window=window,
         full_layers=tuple(full_layers),
         position_side=side or None,

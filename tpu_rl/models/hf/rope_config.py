@@ -24,6 +24,7 @@ SECTIONS = {
     "qwen2_vl_text": (16, 24, 24),
     "qwen2_5_vl_text": (16, 24, 24),
     "qwen3_vl_text": (24, 20, 20),
+    "qwen3_vl_moe_text": (24, 20, 20),
 }
 """Families whose frequencies turn with time, row or column -> default of `mrope_section`."""
 
@@ -145,7 +146,7 @@ def _with_sections(
             why=f"its three numbers share the {head_dim // 2} frequencies of a head",
             fix="download config.json again",
         )
-    alternate = hf["model_type"] == "qwen3_vl_text"
+    alternate = hf["model_type"].startswith("qwen3_vl")
     return replace(rope, sections=tuple(sections), sections_alternate=alternate)
 
 

@@ -60,6 +60,8 @@ class StoredTensor(NamedTuple):
     """First byte in the file."""
     size: int
     """Number of bytes."""
+    is_transposed: bool = False
+    """True if the file has the last two axes of `shape` the other way round."""
 
     def read(self) -> np.ndarray:
         """Return the tensor, memory-mapped from the file.
@@ -82,6 +84,10 @@ class StoredTensor(NamedTuple):
                 why=f"shape {self.shape} of {self.code} has {self.size} bytes"[:200],
                 fix="download the file again",
             )
+        if self.is_transposed:
+            *first, rows, columns = self.shape
+            stored = np.memmap(self.path, dtype, "r", self.offset, (*first, columns, rows))
+            return stored.swapaxes(-1, -2)
         return np.memmap(self.path, dtype, "r", self.offset, self.shape)
 
     def read_bytes(self) -> np.ndarray:

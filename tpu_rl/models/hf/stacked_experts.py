@@ -1,7 +1,8 @@
-"""Experts that are one tensor in a file, although their family has one tensor for each expert.
+"""Experts that are one tensor in a file, in another form than `weight_map` has them for a family.
 
-Published checkpoints of Qwen3.5's mixtures have them so. Names and shapes become those of files
-with one tensor for each expert, and nothing is read.
+Published checkpoints of Qwen3.5's mixtures have one tensor for all experts, and those of Qwen3-VL
+may have its axes of inputs and outputs the other way round. Names and shapes become those of
+`weight_map`, and nothing is read.
 """
 
 from __future__ import annotations
@@ -36,4 +37,23 @@ def split(
             part_name = f"{prefix}.{expert}.{names[part]}.weight"
             offset = tensor.offset + number * size
             result[part_name] = tensor._replace(shape=shape, offset=offset, size=size)
+    return result
+
+
+def turned(
+    tensors: Mapping[str, StoredTensor | Mxfp4Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredTensor | Mxfp4Tensor]:
+    """Return the tensors with the axes of experts as in `shapes`, name -> shape in `weight_map`.
+
+    Published files of Qwen3-VL's mixtures have inputs first. transformers writes a model that it
+    has not read from such files with outputs first.
+    """
+    result = dict(tensors)
+    for name, tensor in tensors.items():
+        shape = shapes.get(name, ())
+        is_stacked = STACKED.fullmatch(name) is not None and len(shape) == 3
+        if not is_stacked or not isinstance(tensor, StoredTensor) or tensor.shape == shape:
+            continue
+        if tensor.shape == (shape[0], shape[2], shape[1]):
+            result[name] = tensor._replace(shape=shape, is_transposed=True)
     return result

@@ -160,11 +160,13 @@ def _group(parts: list[WeightLocation], groups: int) -> FileTensor:
 
 
 def _concatenate(parts: list[WeightLocation]) -> FileTensor:
-    """Return the tensor that has the rows of its parts, one part after the other."""
+    """Return the tensor that has the outputs of its parts, one part after the other."""
     if len(parts) == 1:
         return FileTensor(parts[0].shape, tuple(parts))
-    # The matrices of all experts have an axis before that of rows.
-    axis = 1 if parts[0].path[-1] in EXPERT_MATRICES else 0
+    axis = 0
+    if parts[0].path[-1] in EXPERT_MATRICES:
+        # The outputs of all experts are on the last axis, or transposed on that before.
+        axis = 1 if parts[0].is_transposed else 2
     ends = [*itertools.accumulate(part.shape[axis] for part in parts)]
     starts = [0, *ends[:-1]]
     locations = tuple(
