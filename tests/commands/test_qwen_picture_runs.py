@@ -15,6 +15,7 @@ from tpu_rl.commands import run
     [
         ("qwen2_5_vl", ["--model.freeze", "vision"]),
         pytest.param("qwen3_vl", ["--model.lora.rank", "2"], marks=pytest.mark.nightly),
+        pytest.param("qwen3_vl_moe", [], marks=pytest.mark.nightly),
     ],
 )
 def test_sampler_and_trainer_agree_on_images_of_any_size(tmp_path, family, flags, capsys):
