@@ -97,6 +97,15 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, second, expected):
     assert expected in capsys.readouterr().err
 
 
+def test_a_run_without_a_model_is_named_before_anything_answers(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config.save(config.parse(["arithmetic_grpo"]), folder / "config.yaml")
+    monkeypatch.setattr(answers, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    assert compare.main(["builtin:arithmetic", str(folder)]) == 2
+    assert "the run has no model yet" in capsys.readouterr().err
+
+
 def test_methods_are_compared_over_seeds(capsys):
     groups = compare.groups_of(("grpo=a,b,c,d", "ppo=e,f,g,h"))
     values = {name: [float(index)] for index, name in enumerate("abcdefgh")}

@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
 from tpu_rl.checkpoint import lock, run_checks, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder
-from tpu_rl.commands import report, run, verify
+from tpu_rl.commands import config, report, run, saved_run, verify
 from tpu_rl.runtime import preemption
 
 STEPS = ["--steps", "4"]
@@ -33,6 +33,14 @@ def copy(whole, tmp_path) -> Path:
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     return tmp_path / "run"
+
+
+@pytest.mark.slow
+def test_fewer_steps_than_the_run_has_taken_leave_its_configuration_readable(copy, capsys):
+    assert run.main([*TINY, "--steps", "2", "--run-dir", str(copy)]) == 2
+    assert "the run has taken 4 steps already" in capsys.readouterr().err
+    assert config.load(copy / "config.yaml").steps == 4
+    assert saved_run.load_run(str(copy))[-1] == 4
 
 
 @pytest.mark.slow

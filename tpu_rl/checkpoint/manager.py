@@ -71,6 +71,15 @@ def read_checkpoints(directory: str) -> Checkpoints:
     return Checkpoints(directory, None)
 
 
+def committed_steps(directory: str) -> list[int]:
+    """Return the steps of a run's checkpoints, in ascending order; none if there is no such place.
+
+    One process may call it alone.
+    """
+    backend = StepObjects if gcs.is_address(directory) else StepFolders
+    return backend(directory, None).committed() if backend.exists(directory) else []
+
+
 class Checkpoints:
     """The checkpoints of one run. All processes of the run call every method together."""
 

@@ -99,9 +99,20 @@ def with_model(config: ExperimentConfig, address: str) -> ExperimentConfig:
 
 
 def address_of(member: str) -> str:
-    """Return the directory of a model, or of a run's trained model."""
+    """Return the directory of a model, or of a run's trained model.
+
+    Raises InputError if there is none.
+    """
     if remote_run.is_run(member):
-        return str(remote_run.fetch(member) / "model")
+        directory = remote_run.fetch(member) / "model"
+        if not directory.is_dir():
+            raise InputError(
+                "the run has no model yet",
+                where=member,
+                why="a run writes it after its last step",
+                fix="let the run end, or export its newest checkpoint",
+            )
+        return str(directory)
     return str(models.find_directory(roles.model_path(member)))
 
 

@@ -114,8 +114,10 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
         last = {member: [last_value(member, flags.metric)] for member in members}
         return over_seeds(groups, last, f"last {flags.metric}")
     sets = sets_of(members, problems)
+    # A model that is missing is named before the others answer.
+    addresses = {member: answers.address_of(member) for member in members if not is_file(member)}
     # Of a run, what it held out; of rows that flags name, all.
-    known = [answers_of(members, settings, flags, bool(problems)) for settings in sets]
+    known = [answers_of(members, addresses, settings, flags, bool(problems)) for settings in sets]
     sections = []
     scores: dict[str, list[float]] = {member: [] for member in members}
     for number, (settings, found) in enumerate(zip(sets, known, strict=True), start=1):
@@ -187,9 +189,16 @@ def is_file(member: str) -> bool:
 
 
 def answers_of(
-    members: list[str], settings: ExperimentConfig | None, flags: Flags, is_whole: bool
+    members: list[str],
+    addresses: dict[str, str],
+    settings: ExperimentConfig | None,
+    flags: Flags,
+    is_whole: bool,
 ) -> dict[str, Answers]:
-    """Return each model's answers to a set of problems. For `is_whole` see `problems_of`."""
+    """Return each model's answers to a set of problems. For `is_whole` see `problems_of`.
+
+    `addresses` has the directory of each member that is no file of answers.
+    """
     found = {}
     rows = None
     for member in members:
@@ -201,7 +210,7 @@ def answers_of(
             continue
         if settings is None:
             raise InputError("a model and a file of answers", where=member, fix="give problems")
-        model = answers.address_of(member)
+        model = addresses[member]
         of = answers.identity(settings, model, samples=flags.samples, temperature=flags.temperature)
         digest = answers.short_hash(of)
         path = Path(flags.keep) / f"{digest}.jsonl" if flags.keep is not None else None

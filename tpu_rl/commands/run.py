@@ -172,7 +172,10 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
     require_same_configuration(config, run_dir, folder.address)
     run_dir.mkdir(parents=True, exist_ok=True)
     identity.begin(run_dir)
-    configuration.save(config, run_dir / "config.yaml")
+    # A number of steps that the run has passed is refused later, and readers need one that is true.
+    taken = max(manager.committed_steps(folder.checkpoints), default=0)
+    saved = replace(config, steps=max(config.steps, taken))
+    configuration.save(saved, run_dir / "config.yaml")
     folder.publish_files()
     return run_dir
 
