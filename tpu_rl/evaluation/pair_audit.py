@@ -10,6 +10,7 @@ counts from 0 in the order of the data, the training rows first.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices,
 from tpu_rl.experience import label_flips
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.pairs import GivenPairs, ToPairs
+from tpu_rl.experience.text_log_probs import announce
 from tpu_rl.runtime import processes, watchdog
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Experience, Pairs, Params
@@ -133,7 +135,11 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
         return jax.lax.map(measure_pair, batch)
 
     parts: list[dict[str, np.ndarray]] = []
+    began = time.monotonic()
     for first in range(0, len(rows), BATCH_SIZE):
+        if first == BATCH_SIZE:  # The first batch compiles, too, but it alone may take minutes.
+            left = (len(rows) - first) / BATCH_SIZE
+            announce(f"audit of {len(rows)} pairs", (time.monotonic() - began) * left)
         # The last batch is filled up with rows from the beginning, so that one program serves all.
         batch_rows = [rows[index % len(rows)] for index in range(first, first + BATCH_SIZE)]
         experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.rows)

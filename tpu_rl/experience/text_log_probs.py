@@ -68,7 +68,10 @@ def text_log_probs(
         for first in range(0, len(rows), size):
             # The first batch compiles, so the second one says how long the others take.
             if first == 2 * size:
-                _announce(len(rows), (time.monotonic() - began) * (len(rows) - first) / size)
+                announce(
+                    f"log-probs of the completions of {len(rows)} rows",
+                    (time.monotonic() - began) * (len(rows) - first) / size,
+                )
             if first == size:
                 began = time.monotonic()
             # The last batch is filled up with rows from the beginning, to keep its shape.
@@ -88,11 +91,8 @@ def text_log_probs(
     return compute
 
 
-def _announce(count: int, seconds: float) -> None:
-    """Say how long it takes, if one would wonder."""
+def announce(what: str, seconds: float) -> None:
+    """Say how long something takes, if one would wonder."""
     if seconds > WORTH_SAYING and processes.index() == 0:
-        print(
-            f"log-probs of the completions of {count} rows: about {seconds / 60:.0f} minutes more",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"{what}: about {seconds / 60:.0f} minutes more"
+        print(text, file=sys.stderr, flush=True)
