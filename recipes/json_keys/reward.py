@@ -1,11 +1,20 @@
-"""The reward of an answer: 0 if it is not JSON and nothing else, else the share of right facts."""
+"""Rewards of an answer: the share of right facts, if it is JSON alone; or in any form."""
 
 import json
+import re
 
 
 def reward(prompts, completions, answer, **columns):
     texts = [completion[-1]["content"].strip() for completion in completions]
     return [share(text, json.loads(facts)) for text, facts in zip(texts, answer, strict=True)]
+
+
+def any_form(prompts, completions, answer, **columns):
+    """Return the same for the first JSON object without inner objects, whatever is around it."""
+    texts = [completion[-1]["content"] for completion in completions]
+    objects = [re.search(r"\{[^{}]*\}", text) for text in texts]
+    pairs = zip(objects, answer, strict=True)
+    return [share(match.group() if match else "", json.loads(facts)) for match, facts in pairs]
 
 
 def share(text, facts):

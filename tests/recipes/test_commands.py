@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from recipes.arithmetic import make_rows
-from tpu_rl.commands import config
+from tpu_rl.commands import config, recipe_file
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
 COMMANDS = re.findall(r"^python launch/run\.py (.*)$", TEXT, re.MULTILINE)
+CHAINS = re.findall(r"^python launch/recipe\.py (\S+)$", TEXT, re.MULTILINE)
 WRITTEN = {
     f"{name}_{part}.jsonl" for name in make_rows.OPERATIONS for part in ("train", "held_out")
 } | {"arithmetic_tries.jsonl", "rows.jsonl"}
@@ -22,12 +23,27 @@ WRITTEN = {
 def test_commands_parse_and_their_files_exist(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     parsed = config.parse(shlex.split(command))
+    assert missing_files(parsed) == []
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chains_parse_and_their_files_exist(chain, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = recipe_file.read(Path(chain))
+    stages = [stage.argv for stage in recipe.stages if stage.reads_only_models]
+    for flags in [*stages, *recipe.evaluations.values()]:
+        assert missing_files(config.parse(flags)) == []
+
+
+def missing_files(parsed: config.ExperimentConfig) -> list[Path]:
+    """Return the files of a command that neither the repository has nor a command writes."""
     paths = [parsed.data.path, parsed.data.evaluation_path, *parsed.reward_names]
     files = [Path(path.rpartition(":")[0] or path) for path in paths if path]
     assert files
-    assert [file for file in files if not file.is_file() and file.name not in WRITTEN] == []
+    return [file for file in files if not file.is_file() and file.name not in WRITTEN]
 
 
 def test_every_recipe_has_a_command():
     folders = [path.parent.name for path in ROOT.glob("recipes/*/reward.py")]
-    assert [name for name in folders if f"recipes/{name}/" not in " ".join(COMMANDS)] == []
+    texts = [*COMMANDS, *((ROOT / chain).read_text(encoding="utf-8") for chain in CHAINS)]
+    assert [name for name in folders if f"recipes/{name}/" not in " ".join(texts)] == []

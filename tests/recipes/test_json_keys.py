@@ -30,8 +30,8 @@ def test_the_reward_agrees_with_the_pairs():
     assert [score(pair[name], row["answer"]) for name in ("chosen", "rejected")] == [1.0, 0.0]
 
 
-def score(text, answer):
-    loaded = user_code.load_function(f"{FOLDER / 'reward.py'}:reward", "reward")
+def score(text, answer, function="reward"):
+    loaded = user_code.load_function(f"{FOLDER / 'reward.py'}:{function}", "reward")
     completions = [[{"role": "assistant", "content": text}]]
     scores = rewards.score({"reward": loaded}, ["..."], completions, {"answer": [answer]})
     return pytest.approx(scores.totals.item())
@@ -53,3 +53,18 @@ def score(text, answer):
 )
 def test_facts_are_counted_if_the_answer_is_json_alone(text, value):
     assert score(text, json.dumps(FACTS)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (json.dumps(FACTS), 1.0),
+        (f"Here it is:\n```json\n{json.dumps(FACTS, indent=2)}\n```\n", 1.0),
+        (f"```{json.dumps(FACTS | {'job': 'baker'})}``` {json.dumps(FACTS)}", 0.8),
+        ('{"person": {"name": "Anna"}}', 0.4),
+        ("{name: Anna}", 0.0),
+        ("Anna is 34.", 0.0),
+    ],
+)
+def test_facts_in_any_form_are_those_of_the_first_object(text, value):
+    assert score(text, json.dumps(FACTS), "any_form") == value
