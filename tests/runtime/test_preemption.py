@@ -118,6 +118,9 @@ def test_second_sigterm_ends_a_busy_process_at_once():
     assert process.stdout.readline() == "watching\n"
     process.send_signal(signal.SIGTERM)
     assert "ends, saved, after this step" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)  # The same request, as `timeout` makes it.
+    time.sleep(preemption.ONE_REQUEST_SECONDS + 0.1)
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert "ended at once" in process.communicate(timeout=30)[1]

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,9 @@ from tpu_rl.runtime.stdio import write_error
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after a second SIGTERM: what shells report for a process that the signal ended."""
+ONE_REQUEST_SECONDS = 1.0
+"""A SIGTERM so soon after the first one is the same request: `timeout` and some schedulers signal a
+process and then its group."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C."""
 
@@ -111,9 +115,9 @@ def stop_if_requested() -> None:
 def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
     """Record SIGTERM and Ctrl-C in the `Signals` that this yields, in place of ending the process.
 
-    A second SIGTERM ends the process at once; a second Ctrl-C is a KeyboardInterrupt. Ctrl-C is
-    recorded only once `Signals.has_stepped` is set. Only the main thread can watch; in other
-    threads this does nothing.
+    A SIGTERM more than `ONE_REQUEST_SECONDS` after the first ends the process at once; a second
+    Ctrl-C is a KeyboardInterrupt. Ctrl-C is recorded only once `Signals.has_stepped` is set. Only
+    the main thread can watch; in other threads this does nothing.
 
     Args:
       leave: ends the process; called in a thread if a SIGTERM comes before `Signals.has_stepped`.
@@ -150,14 +154,17 @@ def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
 
 def _read(receiver: socket.socket, signals: Signals, leave: Callable[[], None] | None) -> None:
     """Record each SIGTERM until the other end of the socket is closed."""
-    is_first = True
+    first_at: float | None = None
     while received := receiver.recv(1):
         if received[0] != signal.SIGTERM:
             continue
-        if not is_first:
+        now = time.monotonic()
+        if first_at is not None:
+            if now - first_at < ONE_REQUEST_SECONDS:
+                continue
             write_error("SIGTERM again: ended at once\n")
             os._exit(TERMINATED)
-        is_first = False
+        first_at = now
         signals.stop.set()
         if leave is not None and not signals.has_stepped.is_set():
             threading.Thread(target=leave, name="leave", daemon=True).start()
