@@ -47,8 +47,8 @@ TOWERS: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": (8, 16, 24),
     },
 }
-TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
 """`model_type` -> transformers' defaults of vision_config, beside `COMMON`."""
+TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
 
 COMMON = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
