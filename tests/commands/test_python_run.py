@@ -15,7 +15,7 @@ import pytest
 import tpu_rl
 from tests.fixtures.runs import rows_of
 from tpu_rl import metrics
-from tpu_rl.commands import compose, config, run
+from tpu_rl.commands import compose, config, from_python, run
 from tpu_rl.data import python_rows
 from tpu_rl.environments import named
 from tpu_rl.errors import InputError
@@ -47,7 +47,7 @@ def half(completions, **columns):
 def train(checkpoint, run_dir, overrides=(), rows=ROWS, given=(score,), **arguments):
     """Train with GRPO from Python on a tiny model."""
     settings = SMALL | {"model.path": checkpoint, "run_dir": run_dir} | dict(overrides)
-    return tpu_rl.train("grpo", settings, rows=rows, rewards=list(given), **arguments)
+    return tpu_rl.train("grpo", settings, rows=rows, rewards=given, **arguments)
 
 
 @pytest.mark.slow
@@ -186,10 +186,15 @@ def test_two_functions_of_one_name_are_refused(checkpoint, tmp_path):
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(checkpoint, tmp_path, capsys):
-    planned = train(checkpoint, tmp_path / "run", {"dry_run": True})
+    planned = train(checkpoint, tmp_path / "run", {"dry_run": True}, given=score)
     assert "one step of the run" in capsys.readouterr().out
     assert (planned.metrics, planned.summary) == ([], {})
     assert not planned.run_dir.exists()
+
+
+def test_overrides_may_be_nested():
+    given = from_python.flags({"batch": {"group_size": 4}, "steps": 2}, {})
+    assert {"--batch.group-size=4", "--steps=2"} <= set(given)
 
 
 def test_rows_for_a_preset_that_makes_its_own_are_refused():

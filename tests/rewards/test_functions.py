@@ -98,6 +98,7 @@ def test_rewards_whose_row_says_so_run_during_sampling():
         ("my.py:f", digit, "'my.py:f' is not a name for a reward function"),
         ("", digit, "'' is not a name for a reward function"),
         ("f", 1.0, "the reward f is no function"),
+        ("f", dict, "the reward f is no function"),
     ],
 )
 def test_only_functions_with_names_are_registered(no_registered, name, function, what):

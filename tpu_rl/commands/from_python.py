@@ -9,7 +9,7 @@ from typing import Any
 
 from tpu_rl import rewards as reward_registry
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import flag_names, run
+from tpu_rl.commands import flag_names, run, yaml_flags
 from tpu_rl.data import files, python_rows
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import named
@@ -25,13 +25,15 @@ def train(
     preset: str,
     overrides: Mapping[str, Any],
     rows: Any,
-    rewards: Sequence[Any] | None,
+    rewards: Sequence[Any] | Callable[..., Any] | None,
     evaluation_rows: Any,
     environment: Any = None,
 ) -> str:
     """Run `tpu_rl.train` and return the address of the run folder."""
     arguments = {"rows": rows, "evaluation_rows": evaluation_rows}
     given_rows = {name: given for name, given in arguments.items() if given is not None}
+    if isinstance(rewards, str) or callable(rewards):
+        rewards = [rewards]  # As TRL takes it.
     terms, functions = reward_terms(rewards or ())
     with ExitStack() as stack:
         stack.enter_context(python_rows.registered_for_run(given_rows))
@@ -71,8 +73,8 @@ def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
         InputError: if an override is also given as another argument.
     """
     given: dict[str, Any] = dict(DEFAULTS)
-    for name, value in overrides.items():
-        flag = str(name).replace("_", "-")
+    for name, value in yaml_flags.flat(overrides, "overrides=").items():
+        flag = yaml_flags.flag_name(name)
         if flag in passed:
             raise InputError(
                 f"{flag} is given twice",

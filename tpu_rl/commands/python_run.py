@@ -61,7 +61,7 @@ def train(
     preset: str,
     overrides: Mapping[str, Any] | None = None,
     rows: Rows | None = None,
-    rewards: Sequence[Reward | tuple[Weight, Reward]] | None = None,
+    rewards: Sequence[Reward | tuple[Weight, Reward]] | Reward | None = None,
     evaluation_rows: Rows | None = None,
     environment: str | Callable[[], Any] | None = None,
 ) -> Run:
@@ -74,10 +74,11 @@ def train(
 
     Args:
         preset: a preset, a method, or the config.yaml of an earlier run.
-        overrides: values by the names of flags, with - or _, such as "batch.group_size".
+        overrides: values by the names of flags, with - or _, such as "batch.group_size"; nested
+            dicts are the same.
         rows: training rows, in place of `data.path`. A run that is continued must have the same.
-        rewards: reward functions and texts as `--reward` takes them, each alone or as
-            (weight, reward). They run in this process, without limits on time and memory.
+        rewards: one reward, or several: functions and texts as `--reward` takes them, each alone or
+            as (weight, reward). They run in this process, without limits on time and memory.
         environment: a class that answers the policy over several turns (`environments.contract`),
             which runs in this process, or a text as `--environment` takes it.
         evaluation_rows: held-out rows. By default the last rows are held out, as of a file.

@@ -224,7 +224,7 @@ def register(name: str, function: Callable[..., Any]) -> str:
             why="names have letters, digits and underscores, and begin with no digit",
             fix="as in register('score', score)",
         )
-    if not callable(function):
+    if not callable(function) or inspect.isclass(function):
         raise InputError(
             f"the reward {name} is no function",
             where=f"register({name!r}, ...)",
