@@ -40,6 +40,20 @@ def byte_level(directory, **config):
     return tokenizer
 
 
+def test_a_class_that_does_not_fit_the_file_loses_no_text(tmp_path):
+    """transformers 5 drops the spaces of this one: its Llama class has another pipeline."""
+    everything = tokenizers.characters("".join(map(chr, range(32, 127))) + "\n\u2115\u00ef")
+    everything.save_pretrained(str(tmp_path))
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}
+    file.write_text(json.dumps(settings))
+    loaded = tokenizers.load(tmp_path)
+    text = "two  words\nin lines"
+    assert loaded.encode(text) == everything.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.eos_ids == everything.eos_ids
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_file(tmp_path_factory):
     import sentencepiece

@@ -128,6 +128,10 @@ def load(directory: Path) -> Tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
+            if _loses_more_than_file(tokenizer, directory / "tokenizer.json"):
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                    directory, local_files_only=True
+                )
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     # transformers and the Rust library below it raise bare Exception for damaged files, and the
@@ -148,6 +152,39 @@ def load(directory: Path) -> Tokenizer:
         # Padding is masked everywhere, but the embedding reads it.
         return replace(result, pad_id=result.eos_ids[0])
     return result
+
+
+PROBES = ("How are you?\n  x = 1", "\u2115 na\u00efve")
+"""Texts that a tokenizer should not lose a character of."""
+
+
+def _loses_more_than_file(tokenizer: Any, file: Path) -> bool:
+    """Return True if a text survives the pipeline in tokenizer.json, but not the tokenizer.
+
+    In transformers 5 some classes put a pipeline of their own in its place. For DeepSeek's models,
+    whose tokenizer_config.json says LlamaTokenizerFast, it drops all spaces
+    (github.com/huggingface/transformers/issues/45488).
+    """
+    import tokenizers as fast
+
+    lost = [
+        text
+        for text in PROBES
+        if tokenizer.decode(
+            tokenizer.encode(text, add_special_tokens=False),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        != text
+    ]
+    if not lost or not file.is_file():
+        return False
+    own = fast.Tokenizer.from_file(str(file))
+    return any(
+        own.decode(own.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        == text
+        for text in lost
+    )
 
 
 def _vocab_size(tokenizer: Any) -> int:
