@@ -98,7 +98,7 @@ ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
     "stages": {"config"},
     "compose": {"config", "roles"},
     "python_run": {"from_python"},
-    "from_python": {"config", "flag_names", "run"},
+    "from_python": {"config", "flag_names", "run", "yaml_flags"},
     "recipe": {"answers", "config", "preflight", "recipe_file", "roles", "run"},
     "cli": {"presets", *cli.COMMANDS},
 }

@@ -2,10 +2,12 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from tests.fixtures.runs import TINY
 from tpu_rl.commands import config, test_time
+from tpu_rl.commands.answers import Answers
 from tpu_rl.environments import arithmetic
 from tpu_rl.errors import InputError
 
@@ -41,6 +43,18 @@ def test_variants_come_from_the_row_first():
 def test_what_cannot_be_is_refused(argv, error, capsys):
     assert test_time.main(argv) == 2
     assert error in capsys.readouterr().err
+
+
+def test_graded_rewards_are_means_and_not_shares():
+    def known(rewards: list[float]) -> Answers:
+        return Answers(["p"], [["a", "b"]], np.array([rewards]))
+
+    right = (known([0, 1]), known([1, 1]))
+    rates, what = test_time.rates_of([right])
+    assert (rates.tolist(), what) == ([[0.5], [1.0]], "right")
+    rates, what = test_time.rates_of([right, (known([0.2, 0.4]), known([0.6, np.nan]))])
+    np.testing.assert_allclose(rates, [[0.5, 0.3], [1.0, 0.6]])
+    assert what == "mean reward"
 
 
 def test_flags_without_effect_are_named(capsys):

@@ -4,6 +4,7 @@ guesses."""
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import environments, rewards, tokenizers
+from tpu_rl.commands import evaluate as evaluate_command
 from tpu_rl.errors import TpuRlError
 from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.evaluation.answer_accuracy import (
@@ -335,6 +337,21 @@ def test_graded_rewards_have_a_mean_of_the_scored_problems():
     result = evaluate(scripted_engine(["#5"], {"grade": grade}, config), {}, rows)
     assert result.accuracy == 0.5
     assert result.reward == pytest.approx(mean_estimate([0.4, 2.0]))
+
+
+def test_what_a_judge_leaves_out_is_said():
+    values = [[math.nan, math.nan], [math.nan, 1.0]]
+    problems = [
+        Problem("p", ["a", "b"], [True, False], [None], parts={"choice": v}) for v in values
+    ]
+    results: Any = {"sampled": SimpleNamespace(is_graded=False, problems=problems)}
+    flags = evaluate_command.Flags("m", judge="choice", samples=2)
+    (note,) = evaluate_command.judge_notes(flags, results)
+    assert "no value for 1 of 2 problems" in note
+    results["sampled"].is_graded = True
+    (note,) = evaluate_command.judge_notes(flags, results)
+    assert "grades answers" in note
+    assert evaluate_command.judge_notes(evaluate_command.Flags("m"), results) == []
 
 
 def test_a_judge_chooses_and_weights_votes():

@@ -580,6 +580,24 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             console.print(calibration.as_text(name, result.calibration), markup=False)
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+    for note in judge_notes(flags, results):
+        console.print(note, style="yellow", markup=False)
+
+
+def judge_notes(flags: Flags, results: dict[str, Evaluation]) -> list[str]:
+    """Return what a table does not say about --judge."""
+    if not flags.judge:
+        return []
+    if any(result.is_graded for result in results.values()):
+        return [
+            "note: the choices of --judge are not reported: the first reward grades answers, and "
+            "does not say which are right"
+        ]
+    judge = registry.display_name(flags.judge)
+    problems = results["sampled"].problems
+    values = [[value for value in p.parts[judge] if math.isfinite(value)] for p in problems]
+    count = values.count([])
+    return [f"note: --judge has no value for {count} of {len(values)} problems"] if count else []
 
 
 def table_lines(

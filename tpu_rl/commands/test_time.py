@@ -28,6 +28,7 @@ from tpu_rl import data
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import answers, compose, meshes, preflight
 from tpu_rl.commands import config as configuration
+from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.roles import Language, RunContext
 from tpu_rl.data import Row
@@ -43,6 +44,8 @@ from tpu_rl.types import TrainState
 
 VARIANTS = "variants"
 """Column of rows that are easier variants of a row."""
+RIGHT = "right"
+"""What numbers are of rewards that say which answers are right."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,9 @@ def run(flags: Flags, config: ExperimentConfig) -> str:
         make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(mesh))
         engine = compose.rollout_engine(context)
         transforms = compose.batch_transforms(context, stage)
-        rates = np.zeros((2, len(rows)))
+        known: list[tuple[Answers, Answers]] = []
         for index, row in enumerate(rows):
-            rates[0, index] = share_right(context, first, row, flags.samples)
+            untrained = answer(context, first, row, flags.samples)
             # Steps donate their state, so that they get copies.
             state: TrainState = jax.tree.map(jnp.copy, first)
             stream = data.stream(training[index], config.seed, config.batch.prompts)
@@ -161,29 +164,39 @@ def run(flags: Flags, config: ExperimentConfig) -> str:
                 for _ in range(config.batch.ppo_epochs):
                     for part in range(config.batch.num_minibatches):
                         state, _ = update(state, update_step.minibatch(batch, part))
-            rates[1, index] = share_right(context, state, row, flags.samples)
+            known.append((untrained, answer(context, state, row, flags.samples)))
+            before_and_after, what = rates_of(known[-1:])
             print(
-                f"problem {index + 1} of {len(rows)}: {rates[0, index]:.2f} -> "
-                f"{rates[1, index]:.2f} right, of {len(training[index])} rows",
+                f"problem {index + 1} of {len(rows)}: {before_and_after[0, 0]:.2f} -> "
+                f"{before_and_after[1, 0]:.2f} {what}, of {len(training[index])} rows",
                 flush=True,
             )
         after = digests.of_tree(first.params)
+    rates, what = rates_of(known)
     is_judged = np.isfinite(rates).all(0)
-    estimates = [answer_accuracy.estimate(rate[is_judged].tolist()) for rate in rates]
+    of = answer_accuracy.estimate if what == RIGHT else answer_accuracy.mean_estimate
+    estimates = [of(rate[is_judged].tolist()) for rate in rates]
     gain = comparison.paired_difference(rates[0][is_judged], rates[1][is_judged])
     lines = [["before", markdown.of(estimates[0])], ["after", markdown.of(estimates[1])]]
     lines.append(["gain", markdown.of(gain, signed=True)])
-    table = markdown.table(["", f"right, {flags.samples} answers to a problem"], lines)
+    table = markdown.table(["", f"{what}, {flags.samples} answers to a problem"], lines)
     verdict = "restored bit by bit" if before == after else "CHANGED"
     return f"{table}\n\nweights before {before}\nweights after  {after}: {verdict}"
 
 
-def share_right(context: RunContext, state: TrainState, row: Row, samples: int) -> float:
-    """Return the share of right answers to a problem; NaN if none was judged."""
+def answer(context: RunContext, state: TrainState, row: Row, samples: int) -> Answers:
+    """Return the answers to a problem."""
     language = Language(context.models["policy"], context.language.tokenizer)
     policy = context.params_of("policy")(state.params)
-    completions = answers.evaluate(context.config, language, policy, [row], samples)
-    return float(completions.values(is_graded=False)[0])
+    return answers.evaluate(context.config, language, policy, [row], samples)
+
+
+def rates_of(known: list[tuple[Answers, Answers]]) -> tuple[np.ndarray, str]:
+    """Return ([2, problems], what they are): shares of right answers before and after, or their
+    mean rewards if one is graded. NaN where none was judged."""
+    is_graded = any(item.is_graded for pair in known for item in pair)
+    rates = [[item.values(is_graded)[0] for item in items] for items in zip(*known, strict=True)]
+    return np.array(rates), "mean reward" if is_graded else RIGHT
 
 
 def variants_of(row: Row, config: ExperimentConfig) -> list[Row]:
