@@ -68,24 +68,24 @@ CHAT = [
             "grpo",
             ROWS["grpo"],
             JUDGED,
-            ["<bos>assistant[[a completion of at most 8 tokens]](sampled, learned)"],
+            ["<bos>assistant\n[[a completion of at most 8 tokens]](sampled, learned)"],
         ),
         ("sft", ROWS["sft"], [], ["[[word0<eos>]]", "6 of them learned"]),
         (
             "sft",
             [{"messages": CHAT}] * 8,
-            [],
-            ["[[b<eos>]]<bos>userc<eos><bos>assistant[[d<eos>]]"],
+            ["--sampling.max-prompt-tokens", "48"],
+            ["[[b<eos>]]<bos>user\nc<eos><bos>assistant\n[[d<eos>]]"],
         ),
         (
             "sft",
             [{"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}, CHAT[2], CHAT[3]]}] * 8,
-            [],
-            ["[[b<eos>]](weight 0.5)<bos>userc<eos><bos>assistant[[d<eos>]]"],
+            ["--sampling.max-prompt-tokens", "48"],
+            ["[[b<eos>]](weight 0.5)<bos>user\nc<eos><bos>assistant\n[[d<eos>]]"],
         ),
         ("dpo", ROWS["dpo"], [], ["chosen", "[[word0<eos>]]", "rejected", "[[0drow<eos>]]"]),
         ("kto", ROWS["kto"], [], ["label True", "[[word0<eos>]]"]),
-        ("process_reward", ROWS["process_reward"], [], ["w[[o]](right)rd0[[<eos>]](wrong)"]),
+        ("process_reward", ROWS["process_reward"], [], ["wo[[\n]](right)rd0[[<eos>]](wrong)"]),
     ],
     ids=["grpo", "sft", "conversation", "weights", "dpo", "kto", "steps"],
 )
@@ -139,7 +139,7 @@ def test_what_nothing_reads_is_named_once(checkpoint, tmp_path, capsys):
     assert printed.err.count("ShareGPT's conversations") == 1
     assert printed.err.count("columns that nothing reads: id\n") == 1
     assert printed.err.count("does not show all that the rows hold: `name` (8) of 8 rows") == 1
-    assert "<bos>systems<eos>" in printed.out
+    assert "<bos>system\ns<eos>" in printed.out
     assert "control tokens" not in printed.err
     sums = ["score=0.5*helpfulness-turns.-1.value*bias", "answer=output"]
     named_columns = {"helpfulness", "turns", "bias", "output"}
@@ -168,9 +168,9 @@ def test_the_last_answer_of_a_held_out_conversation_is_what_is_evaluated(
     rows = [{"messages": CHAT, "answer": "1"}] * 8
     flags = ["--evaluation.rows", "2", "--data.evaluation-path", "{data}"]
     flags += ["--reward", "gsm8k", "--sampling.max-prompt-tokens"]
-    assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "36") == 0
+    assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "40") == 0
     capsys.readouterr()
-    assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "35") == 2
+    assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "39") == 2
     assert "0 of 2 prompts left" in capsys.readouterr().err
 
 
