@@ -34,7 +34,8 @@ from tpu_rl.types import Algorithm, Experience, Pairs, Params
 RANKING = "audit.jsonl"
 SUMMARY = "audit.json"
 MAX_PAIRS = 10_000
-"""The largest number of pairs that are ranked. Of more, evenly spaced ones are."""
+"""The largest number of pairs that are ranked. Of more, evenly spaced ones are. Nor are there more
+than the run drew: the audit of a short run would take longer than the run."""
 BATCH_SIZE = 64
 MAX_CHARACTERS = 400
 """Characters of each text in the ranking."""
@@ -59,7 +60,7 @@ class Trained(NamedTuple):
 def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
     """Judge the pairs by what was trained, write both files, and return a line for the console."""
     times_trained = count_draws(given.train, trained)
-    count = min(MAX_PAIRS, len(given.usable))
+    count = min(MAX_PAIRS, len(given.usable), times_trained.total())
     indices = np.linspace(0, len(given.usable) - 1, count).round().astype(int)
     audited = [given.usable[index] for index in indices]
     measured = measure(trained, audited)
