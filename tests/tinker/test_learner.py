@@ -91,10 +91,14 @@ def local_loss(name, learner, own, data):
     return total
 
 
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize(
-    ("name", "width"), [*((name, 0) for name in losses.LOSSES), ("cross_entropy", 3)]
-)
+CASES = [*((name, 0) for name in losses.LOSSES), ("cross_entropy", 3)]
+ALONE = [
+    pytest.param(*case, False, marks=[] if case == ("cross_entropy", 0) else pytest.mark.nightly)
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "width", "trees"), [*ALONE, *((*case, True) for case in CASES)])
 def test_losses_and_gradients_are_those_of_their_formulas(learner, name, width, trees):
     adapter, own = adapter_of(learner)
     data = data_of(name, width, trees)
