@@ -10,6 +10,7 @@ from tests.fixtures.picture_model import picture_tokenizer
 from tpu_rl import tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import finish, preflight, roles, row_checks
+from tpu_rl.commands.config import SamplingConfig
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import ChatConfig, TokenizerConfig
 
@@ -29,6 +30,22 @@ def test_tokens_without_a_row_in_the_embedding():
             preflight.check_embedding(tokenizer, rows)
     with_pad = dataclasses.replace(tokenizer, control=tokenizer.control | {"<pad>": 99})
     assert preflight.check_embedding(with_pad, 7) == ["control tokens beyond the embedding: <pad>"]
+
+
+def test_settings_of_a_model_that_its_samples_do_not_follow_are_named(tmp_path):
+    def note(settings: dict, **flags: float) -> str:
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        return preflight.ignored_generation_settings(tmp_path, SamplingConfig(**flags))
+
+    qwen = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05}
+    assert "(temperature 0.7, top_p 0.8, repetition_penalty 1.05)" in note(qwen)
+    assert note(qwen).endswith(
+        "--sampling.temperature, --sampling.top-p, --sampling.repetition-penalty"
+    )
+    assert "(temperature 0.7, repetition_penalty 1.05)" in note(qwen, top_p=0.9)
+    assert "(repetition_penalty 1.05)" in note(qwen | {"do_sample": False})
+    assert note({"suppress_tokens": [3]}).endswith("(suppress_tokens)")
+    assert note({"eos_token_id": 2, "temperature": 1.0, "top_k": 0, "top_p": 1}) == ""
 
 
 def test_text_that_the_tokenizer_does_not_know_is_named(tmp_path):

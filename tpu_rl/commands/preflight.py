@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from tpu_rl import data, metrics, models, rewards, tokenizers
+from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.commands import compose, config_checks, continued, meshes, roles, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
@@ -42,6 +42,7 @@ from tpu_rl.runtime.host import (
     forbid_tensor_float32,
     warn_of_unused_accelerators,
 )
+from tpu_rl.tokenizers import end_of_sequence
 from tpu_rl.types import Model, QExamples
 
 
@@ -96,6 +97,10 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
         harness.require_chat_template(tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
+    if any(stage.algorithm.experience.kind == "rollouts" for stage in config.stages):
+        note = ignored_generation_settings(directory, config.sampling)
+        if note:
+            print(f"note: {note}", file=sys.stderr)
     warnings += row_checks.check(config, tokenizer, model.config.vocab.size)
     warnings += check_tokenizer(config, tokenizer, model, rows)
     environment = compose.environment(config)
@@ -113,6 +118,44 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
                 "(--tokenizer.chat-template)"
             )
     return warnings
+
+
+WITHOUT_EFFECT = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Setting of generation_config.json, which a flag of the same name sets -> value that changes
+nothing."""
+WITHOUT_FLAG = ("suppress_tokens", "bad_words_ids", "no_repeat_ngram_size", "min_new_tokens")
+"""Settings of generation_config.json that nothing here follows."""
+
+
+def ignored_generation_settings(directory: Path, sampling: SamplingConfig) -> str:
+    """Return a note about what a model's generation_config.json asks of a sampler and no flag sets.
+
+    The policy gradient is that of the distribution that is sampled, so completions are sampled as
+    flags say. vLLM, and trainers that use it, follow the file by default.
+    """
+    file = directory / end_of_sequence.FILE
+    source = untrusted_files.read_json(file) if file.is_file() else {}
+    by_flag = [
+        name
+        for name, neutral in WITHOUT_EFFECT.items()
+        if source.get(name) not in (None, neutral)
+        and getattr(sampling, name) == getattr(SamplingConfig(), name)
+    ]
+    if source.get("do_sample") is False:
+        by_flag = [name for name in by_flag if name == "repetition_penalty"]
+    others = [name for name in WITHOUT_FLAG if source.get(name)]
+    if not by_flag and not others:
+        return ""
+    settings = ", ".join([*(f"{name} {source[name]}" for name in by_flag), *others])
+    flags = ", ".join(f"--sampling.{name.replace('_', '-')}" for name in by_flag)
+    remedy = f"; to follow it: {flags}" if flags else ""
+    return f"completions are sampled without what {file.name} says ({settings}){remedy}"
 
 
 def find_models(
