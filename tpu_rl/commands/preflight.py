@@ -97,7 +97,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
         harness.require_chat_template(tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
-    if any(stage.algorithm.experience.kind == "rollouts" for stage in config.stages):
+    if any(stage.algorithm.experience.sampled_by for stage in config.stages):
         note = ignored_generation_settings(directory, config.sampling)
         if note:
             print(f"note: {note}", file=sys.stderr)
