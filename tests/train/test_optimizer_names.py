@@ -366,5 +366,5 @@ def test_settings_that_do_not_apply_are_refused(name, setting):
 
 @pytest.mark.parametrize("setting", [{"beta1": 1.0}, {"beta1": -0.1}, {"beta2": 1.5}])
 def test_decay_rates_are_below_one(setting):
-    with pytest.raises(InputError, match="is not a decay rate"):
+    with pytest.raises(InputError, match="must be at least 0 and below 1"):
         OptimizerConfig(name="lion", **setting)

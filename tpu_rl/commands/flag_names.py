@@ -82,7 +82,13 @@ def require_once(default: Any, flags: Sequence[str]) -> None:
     Raises:
         InputError: if one is.
     """
-    words = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    # A flag without a value, which empties what a preset says, is replaced without a loss.
+    has_value = [not value.startswith("--") for value in (*flags[1:], "--")]
+    words = [
+        flag.partition("=")[0]
+        for flag, is_followed in zip(flags, has_value, strict=True)
+        if flag.startswith("--") and ("=" in flag or is_followed)
+    ]
     names = [word.replace("_", "-") for word in words]
     for name in dict.fromkeys(names):
         value = default

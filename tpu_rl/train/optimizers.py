@@ -93,16 +93,6 @@ class OptimizerConfig:
                     why=f"{self.name} has no such setting",
                     fix=f"drop it; if the preset sets it, --optimizer.{name} {defaults[name]}",
                 )
-        if self.name != "adamw":
-            # AdamW is not checked, so that a run that began with such a value can continue.
-            for name in ("beta1", "beta2"):
-                value = getattr(self, name)
-                if not 0 <= value < 1:
-                    raise InputError(
-                        f"{name} {value} is not a decay rate",
-                        where=f"--optimizer.{name}",
-                        fix="use a number from 0 to below 1",
-                    )
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
