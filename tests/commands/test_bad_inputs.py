@@ -444,6 +444,12 @@ def test_equal_rewards_are_said_after_some_steps():
     assert "0: 9, 1: 3" in said[5][0]
 
 
+def test_a_run_without_flags_is_read_and_an_emptied_flag_may_be_given_again():
+    assert config.parse([]).reward
+    flags = ["arithmetic_grpo", "--reward", "--batch.prompts", "4", "--reward", "arithmetic"]
+    assert config.parse(flags).reward == ("arithmetic",)
+
+
 def test_rows_that_are_computed_in_vain_are_said_once():
     watch = training_health.HealthMonitor()
     shares = (0.75, 0.75, 0.5, 0.75, 0.75, 0.75, 0.75)

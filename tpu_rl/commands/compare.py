@@ -117,10 +117,12 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
     # A model that is missing is named before the others answer.
     addresses = {member: answers.address_of(member) for member in members if not is_file(member)}
     # Of a run, what it held out; of rows that flags name, all.
-    known = [answers_of(members, addresses, settings, flags, bool(problems)) for settings in sets]
+    answers_of_sets = [
+        answers_of(members, addresses, settings, flags, bool(problems)) for settings in sets
+    ]
     sections = []
     scores: dict[str, list[float]] = {member: [] for member in members}
-    for number, (settings, found) in enumerate(zip(sets, known, strict=True), start=1):
+    for number, (settings, found) in enumerate(zip(sets, answers_of_sets, strict=True), start=1):
         paired = common(found)
         is_graded = any(item.is_graded for item in paired.values())
         title = f"Problems {number}" if len(sets) > 1 else "Problems"

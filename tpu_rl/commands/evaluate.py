@@ -585,7 +585,7 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
 
 
 def judge_notes(flags: Flags, results: dict[str, Evaluation]) -> list[str]:
-    """Return what a table does not say about --judge."""
+    """Return notes about --judge that have no place in the table."""
     if not flags.judge:
         return []
     if any(result.is_graded for result in results.values()):

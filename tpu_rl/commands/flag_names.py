@@ -5,6 +5,7 @@ docs/reference/flags.md compares the names of TRL and verl in full.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -83,11 +84,10 @@ def require_once(default: Any, flags: Sequence[str]) -> None:
         InputError: if one is.
     """
     # A flag without a value, which empties what a preset says, is replaced without a loss.
-    has_value = [not value.startswith("--") for value in (*flags[1:], "--")]
     words = [
         flag.partition("=")[0]
-        for flag, is_followed in zip(flags, has_value, strict=True)
-        if flag.startswith("--") and ("=" in flag or is_followed)
+        for flag, following in itertools.zip_longest(flags, flags[1:], fillvalue="--")
+        if flag.startswith("--") and ("=" in flag or not following.startswith("--"))
     ]
     names = [word.replace("_", "-") for word in words]
     for name in dict.fromkeys(names):

@@ -208,8 +208,8 @@ class _Reader:
                 why="stages in rounds have the number of the round behind their names",
                 fix="rename one of them",
             )
-        own = _flags(flags, where)
-        merged = self._common | own | {"run-dir": str(self._run_dir / folder)}
+        stage_flags = _flags(flags, where)
+        merged = self._common | stage_flags | {"run-dir": str(self._run_dir / folder)}
         argv = _argv(merged, where)
         self._is_filter[name] = keep is not None
         self._results[name] = str(

@@ -174,8 +174,8 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
     identity.begin(run_dir)
     # A number of steps that the run has passed is refused later, and readers need one that is true.
     taken = max(manager.committed_steps(folder.checkpoints), default=0)
-    saved = replace(config, steps=max(config.steps, taken))
-    configuration.save(saved, run_dir / "config.yaml")
+    true_config = replace(config, steps=max(config.steps, taken))
+    configuration.save(true_config, run_dir / "config.yaml")
     folder.publish_files()
     return run_dir
 

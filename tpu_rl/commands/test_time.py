@@ -45,7 +45,7 @@ from tpu_rl.types import TrainState
 VARIANTS = "variants"
 """Column of rows that are easier variants of a row."""
 RIGHT = "right"
-"""What numbers are of rewards that say which answers are right."""
+"""The name of numbers whose rewards say which answers are right."""
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         # Keys that `<<` merges may stand in the mapping, too, and are then of no effect.
-        own = [key for key, _ in node.value if key.tag != MERGE]
-        keys = [self.construct_object(key, deep=True) for key in own]
+        nodes = [key for key, _ in node.value if key.tag != MERGE]
+        keys = [self.construct_object(key, deep=True) for key in nodes]
         repeated = next((key for key in keys if keys.count(key) > 1), None)
         if repeated is not None:
             raise yaml.constructor.ConstructorError(

@@ -179,9 +179,11 @@ def _loses_more_than_file(tokenizer: Any, file: Path) -> bool:
     ]
     if not lost or not file.is_file():
         return False
-    own = fast.Tokenizer.from_file(str(file))
+    pipeline = fast.Tokenizer.from_file(str(file))
     return any(
-        own.decode(own.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        pipeline.decode(
+            pipeline.encode(text, add_special_tokens=False).ids, skip_special_tokens=False
+        )
         == text
         for text in lost
     )

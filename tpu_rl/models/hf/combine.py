@@ -151,8 +151,8 @@ def require_same(
 
 
 def _architecture(settings: dict[str, Any]) -> DecoderConfig | None:
-    """Return what settings compute, however they are spelled: another version of transformers may
-    write defaults, or other names. None if this library does not know the family."""
+    """Return the configuration that settings describe, however they are spelled: another version of
+    transformers may write defaults, or other names. None if the family is not known here."""
     try:
         return replace(families.read_config(settings, "float32", "float32"), source="")
     # In a stranger's file any value may have any type.
