@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import data, environments, models, tokenizers
-from tpu_rl.commands import config, flag_names, preflight, roles, run, saved_run
+from tpu_rl.commands import config, preflight, roles, run, saved_run
 from tpu_rl.data import files as row_files
 from tpu_rl.diagnosis import host_agreement, secret_settings, training_health
 from tpu_rl.errors import InputError, MachineError, TpuRlError
@@ -442,10 +442,6 @@ def test_equal_rewards_are_said_after_some_steps():
     assert [bool(lines) for lines in said] == [False] * 5 + [True, False]
     assert "for 3 steps" in said[5][0]
     assert "0: 9, 1: 3" in said[5][0]
-
-
-def test_a_short_name_behind_a_dot_gets_the_flag_that_is_meant():
-    assert flag_names.remedy("--optimizer.lr=1e-3") == "did you mean --optimizer.learning-rate?"
 
 
 def test_a_run_without_flags_is_read_and_an_emptied_flag_may_be_given_again():

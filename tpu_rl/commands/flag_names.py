@@ -116,7 +116,4 @@ def remedy(flag: str) -> str | None:
         return f"did you mean --phases.{phase[1]}.reset-roles?"
     if name in EARLIER:
         return f"did you mean {EARLIER[name]}?"
-    if name in TRL:
-        return f"TRL's {typed.removeprefix('--')} is {TRL[name]}"
-    last = name.rpartition(".")[2]  # As in --optimizer.lr.
-    return f"did you mean {TRL[last]}?" if last in TRL else None
+    return f"TRL's {typed.removeprefix('--')} is {TRL[name]}" if name in TRL else None
