@@ -4,6 +4,7 @@ What, where, why and how to mend it, on one screen, before a device is claimed.
 """
 
 import ast
+import dataclasses
 import errno
 import json
 import os
@@ -442,6 +443,19 @@ def test_equal_rewards_are_said_after_some_steps():
     assert [bool(lines) for lines in said] == [False] * 5 + [True, False]
     assert "for 3 steps" in said[5][0]
     assert "0: 9, 1: 3" in said[5][0]
+
+
+def test_a_short_name_in_a_group_gets_the_flag_that_is_meant():
+    with pytest.raises(InputError, match="did you mean --optimizer.learning-rate"):
+        config.parse(["arithmetic_grpo", "--optimizer.lr", "1e-3"])
+    # The same last part is right in another group, and stays what it is.
+    assert config.parse(["arithmetic_dpo", "--algorithm.beta", "0.2"]).algorithm.beta == 0.2
+
+
+def test_a_warm_up_that_never_ends_is_said():
+    parsed = config.parse(["arithmetic_grpo", "--steps", "3", "--optimizer.warmup-steps", "4"])
+    assert "ends at 75%" in preflight.check_warmup(parsed)[0]
+    assert not preflight.check_warmup(dataclasses.replace(parsed, steps=4))
 
 
 def test_a_run_without_flags_is_read_and_an_emptied_flag_may_be_given_again():

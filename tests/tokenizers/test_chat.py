@@ -244,6 +244,30 @@ def test_sentencepiece_turns_are_those_of_the_whole_text(tmp_path):
         tokenizers.load(tmp_path)
 
 
+def test_the_template_of_a_processor_is_read_if_the_tokenizer_has_none(tmp_path):
+    original = with_chat()
+    original.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    settings = tmp_path / "tokenizer_config.json"
+    plain = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
+    settings.write_text(json.dumps(plain))
+    assert not tokenizers.load(tmp_path).has_chat_template
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": original.chat_template}))
+    loaded = tokenizers.load(tmp_path)
+    assert loaded.render(CHAT) == original.render(CHAT)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert tokenizers.load(tmp_path / "saved").render(CHAT) == original.render(CHAT)
+    file.write_text("{}")
+    with pytest.raises(InputError, match="no chat template"):
+        tokenizers.load(tmp_path)
+
+
+def test_a_broken_template_of_a_model_is_named():
+    with pytest.raises(InputError, match="the chat template is broken"):
+        with_chat("{% for message in messages %}").render(CHAT)
+
+
 # --- plain prompts ---
 
 

@@ -786,6 +786,12 @@ class Learning(NamedTuple):
     trainable: update_step.Trainable
 
 
+def optimizer_steps(config: ExperimentConfig, stage: Stage) -> int:
+    """Return the number of updates of a stage."""
+    steps = stage.last - stage.first + 1
+    return steps * config.batch.num_minibatches * config.batch.ppo_epochs
+
+
 def learning(config: ExperimentConfig, stage: Stage) -> Learning:
     """Return the optimizer of a stage and the params that it trains."""
     trained = {name: spec for name, spec in stage.algorithm.roles.items() if spec.trainable}
@@ -796,9 +802,7 @@ def learning(config: ExperimentConfig, stage: Stage) -> Learning:
         name = path.rpartition("/")[2]
         return path.partition("/")[0] in trained and not (frozen and name.startswith(frozen))
 
-    steps = stage.last - stage.first + 1
-    optimizer_steps = steps * config.batch.num_minibatches * config.batch.ppo_epochs
-    schedule = optimizers.learning_rate(config.optimizer, optimizer_steps)
+    schedule = optimizers.learning_rate(config.optimizer, optimizer_steps(config, stage))
     scales = {name: spec.learning_rate_scale for name, spec in trained.items()}
     optimizer = optimizers.by_role(config.optimizer, schedule, scales, models.matrix_axes)
     return Learning(optimizer, schedule, trainable)

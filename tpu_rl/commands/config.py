@@ -618,7 +618,8 @@ def _flag_error(printed: str) -> InputError:
     groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
     blocks = [list(block) for is_rule, block in groups if not is_rule]
     message = " ".join(blocks[0]) if blocks else printed
-    mistyped = next((word for word in message.split() if word.startswith("--")), message)
+    words = [word.rstrip(",") for word in message.split()]
+    mistyped = next((word for word in words if word.startswith("--")), message)
     nearest = [
         _nearer_form(mistyped, line)
         for block in blocks[1:]
@@ -631,6 +632,7 @@ def _flag_error(printed: str) -> InputError:
             fix = "separate several values with spaces, not with commas: 0.7 0.3"
         return InputError(message, where=" ".join(nearest), fix=fix)
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
+    fix = flag_names.remedy_in_group(mistyped) or fix
     if re.search(r"options: (true|false)$", message, re.IGNORECASE):
         fix = "a switch has no value: --batch.share-prefixes or --batch.no-share-prefixes"
     return InputError(message, fix=fix)

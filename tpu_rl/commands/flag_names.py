@@ -117,3 +117,14 @@ def remedy(flag: str) -> str | None:
     if name in EARLIER:
         return f"did you mean {EARLIER[name]}?"
     return f"TRL's {typed.removeprefix('--')} is {TRL[name]}" if name in TRL else None
+
+
+def remedy_in_group(flag: str) -> str | None:
+    """Return the remedy for an unknown flag whose last part is TRL's name of one of its group.
+
+    Args:
+        flag: a flag that the parser refuses, such as "--optimizer.lr".
+    """
+    group, _, name = flag.partition("=")[0].replace("_", "-").rpartition(".")
+    meant = TRL.get(name, "")
+    return f"did you mean {meant}?" if group and meant.startswith(f"{group}.") else None

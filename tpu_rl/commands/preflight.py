@@ -81,6 +81,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     if config.evaluation.tasks:
         harness.load_tasks(config.evaluation.tasks)
     check_sampler_devices(config)
+    warnings += check_warmup(config)
     require_reward(config)
     check_rewards(config, rows)
     if config.optimizer.continued and needs_weights:
@@ -118,6 +119,19 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
                 "(--tokenizer.chat-template)"
             )
     return warnings
+
+
+def check_warmup(config: ExperimentConfig) -> list[str]:
+    """Return a warning if the learning rate of a stage never reaches its peak."""
+    warmup = config.optimizer.warmup_steps
+    updates = min(compose.optimizer_steps(config, stage) for stage in config.stages)
+    if warmup <= updates:
+        return []
+    part = "the run" if len(config.stages) == 1 else "the shortest phase"
+    return [
+        f"the warm-up has {warmup} updates and {part} {updates}, so the learning rate ends at "
+        f"{updates / warmup:.0%} of --optimizer.learning-rate; lower --optimizer.warmup-steps"
+    ]
 
 
 WITHOUT_EFFECT = {

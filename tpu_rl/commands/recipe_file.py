@@ -86,6 +86,8 @@ READ_BY = {
     "gap": ("pairs",),
 }
 """Keys of `keep` -> the kinds of `rows` that read them; all others read all kinds."""
+TRAINING_FLAGS = ("steps", "epochs", "optimizer", "checkpoint", "evaluation", "phases", "stop")
+"""First parts of flags that a stage with `keep` does not read."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,14 @@ class _Reader:
                 fix="rename one of them",
             )
         stage_flags = _flags(flags, where)
+        unread = [flag for flag in stage_flags if flag.partition(".")[0] in TRAINING_FLAGS]
+        if keep is not None and unread:
+            raise InputError(
+                f"{unread[0]} would change nothing",
+                where=where,
+                why="a stage with `keep` samples and judges, and trains nothing",
+                fix="leave it out",
+            )
         merged = self._common | stage_flags | {"run-dir": str(self._run_dir / folder)}
         argv = _argv(merged, where)
         self._is_filter[name] = keep is not None

@@ -136,6 +136,13 @@ def render(
             _endless[template] = error
         raise error
     text, error, spans = reply
+    if text is None and error.startswith("TemplateSyntaxError"):
+        raise InputError(
+            "the chat template is broken",
+            where="the model's chat template",
+            why=error,
+            fix="correct it, or give another: --tokenizer.chat-template FILE",
+        )
     if text is None:
         raise InputError(
             "the chat template refuses a conversation",

@@ -145,6 +145,8 @@ def load(directory: Path) -> Tokenizer:
             why=f"{type(error).__name__}: {error}"[:500],
             fix="download its files again",
         ) from error
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(directory / "chat_template.json")
     eos_ids = end_of_sequence.listed(directory, _vocab_size(tokenizer))
     result = _from_hugging_face(tokenizer, eos_ids, str(directory))
     rows = end_of_sequence.embedding_rows(directory)
@@ -152,6 +154,22 @@ def load(directory: Path) -> Tokenizer:
         # Padding is masked everywhere, but the embedding reads it.
         return replace(result, pad_id=result.eos_ids[0])
     return result
+
+
+def _processor_template(file: Path) -> str | None:
+    """Return the chat template of a processor, which earlier models that see images publish in a
+    file of its own (LLaVA's, SmolVLM's), or None without such a file."""
+    if not file.is_file():
+        return None
+    template = untrusted_files.read_json(file).get("chat_template")
+    if not isinstance(template, str):
+        raise InputError(
+            "the file has no chat template",
+            where=str(file),
+            why="its `chat_template` is missing or no text",
+            fix="download it again, or remove it",
+        )
+    return template
 
 
 PROBES = ("How are you?\n  x = 1", "\u2115 na\u00efve")
