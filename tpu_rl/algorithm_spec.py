@@ -35,7 +35,8 @@ class ScoreReadout:
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a sentence or a step."""
     aggregate: str = ""
-    """Way to combine the scores of sentences ("attention", "sum") or steps ("min", "product")."""
+    """Way to combine the scores of sentences ("attention", "sum") or steps ("min", "product",
+    "mean")."""
     penalty: float = 0.0
     """Multiple of the standard deviation over an ensemble's members that is subtracted from their
     mean."""

@@ -237,6 +237,12 @@ def test_steps_by_hand():
     np.testing.assert_allclose(
         reward_score.step_scores(LEVELS, ends, SEQUENCES, "product")[0, 2:8], steps.sum(), rtol=1e-5
     )
+    mean = np.exp(steps).mean()
+    np.testing.assert_allclose(
+        reward_score.step_scores(LEVELS, ends, SEQUENCES, "mean")[0, 2:8], mean, rtol=1e-5
+    )
+    shares = reward_score.step_shares(LEVELS, ends, MASK, "mean")
+    np.testing.assert_allclose(shares.sum(), mean, rtol=1e-5)
 
 
 def test_shares_of_parts_add_up_to_the_score_by_hand():

@@ -91,6 +91,20 @@ def test_a_reward_of_another_needs_the_columns_of_both():
     assert [(fault.row, fault.message) for fault in scores.faults] == [(3, "broken")]
 
 
+def test_rows_of_several_kinds_have_a_reward_each():
+    kinds = ["sum", "letter", "sum", "other"]
+    columns = {"kind": kinds, "answer": ["7", None, "8", None], "letter": [None, "B", None, None]}
+    texts = ["#### 7", "B", "#### 9", "B"]
+    name = "for_rows(of=gsm8k,column=kind,values=sum|difference)"
+    np.testing.assert_array_equal(score(name, texts, **columns), [1, np.nan, 0, np.nan])
+    with pytest.raises(InputError, match="needs a column 'kind'"):
+        score(name, texts, answer=columns["answer"])
+    with pytest.raises(InputError, match="impossible setting"):
+        score("for_rows(of=gsm8k,column=kind,values=sum|)", texts, **columns)
+    with pytest.raises(InputError, match="it needs values="):
+        score("for_rows(of=gsm8k,column=kind)", texts, **columns)
+
+
 # --- length and form ---
 
 

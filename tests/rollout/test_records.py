@@ -3,6 +3,7 @@
 import numpy as np
 
 from tests.fixtures.echo import digit, score_prompts
+from tpu_rl.diagnosis.training_health import HealthMonitor
 from tpu_rl.rollout import records
 
 
@@ -24,7 +25,20 @@ def test_faults_are_recorded_with_their_row_and_function():
     }
     assert scored.errors == ["row 1, digit: no 8 here", "row 3, digit: no 8 here"]
     assert records.metrics(scored)["reward/errors"] == 2
+    assert records.metrics(scored)["reward/unscored"] == 0
     assert records.warnings(scored) == ["2 of 4 completions not scored: digit: no 8 here"]
+
+
+def test_completions_that_no_function_judges_are_counted_and_said_once():
+    def first_only(prompts, completions):
+        return [1.0 if prompt == "11" else None for prompt in prompts]
+
+    scored = score_prompts(["11", "22"], {"first": first_only}, group_size=2)
+    row = records.metrics(scored)
+    assert (row["reward/unscored"], row["reward/errors"]) == (0.5, 0)
+    watch = HealthMonitor()
+    assert "50% of the completions have no reward" in watch.observe(row, [])[0]
+    assert watch.observe(row, []) == []
 
 
 def test_completion_on_which_two_functions_fail_counts_once():

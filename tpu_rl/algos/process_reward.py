@@ -6,8 +6,8 @@ label y in [0, 1],
 
     loss = -sum_t w_t [ y_t log sigmoid(z_t) + (1 - y_t) log sigmoid(-z_t) ]
 
-The score of a completion is the score of its weakest step, or the product of the scores of its
-steps (`reward_score.step_scores`).
+The score of a completion is that of its weakest step, or the product or the mean of its steps
+(`reward_score.step_scores`).
 
 With `steps` monte_carlo nobody labels steps (Math-Shepherd, arXiv 2312.08935; its equations 3 and
 4): the reference completes each prompt, one of the ends of the completion's steps is drawn, and the
@@ -63,8 +63,8 @@ class ProcessRewardConfig:
     """Ids of the tokens that end a step, for scoring completions with the model. The last token of
     a completion always ends one."""
     aggregate: reward_score.StepAggregate = "min"
-    """Score of a completion from those of its steps, where the model is used: the smallest
-    probability, or the product."""
+    """Score of a completion from those of its steps, where the model is used: the log of the
+    smallest probability or of the product, or the mean probability."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weights: every step alike, or every completion alike."""
 

@@ -24,6 +24,7 @@ class HealthMonitor:
         self._equal_steps = 0
         self._rewards: Counter[float] = Counter()
         self._empty_steps = 0
+        self._has_said_unscored = False
 
     def warn(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
@@ -40,6 +41,7 @@ class HealthMonitor:
             self._equal_rewards(metrics, samples),
             empty_completions(samples),
             self._empty_rows(metrics),
+            self._unscored(metrics),
         )
         return [line for line in lines if line]
 
@@ -61,6 +63,17 @@ class HealthMonitor:
             f"for {self._equal_steps} steps all completions of each prompt earned the same reward, "
             f"which teaches nothing (rewards {histogram}): use easier or harder problems, or look "
             "at samples.jsonl for a fault of the reward"
+        )
+
+    def _unscored(self, metrics: Mapping[str, float]) -> str:
+        """Return a warning, once, if some completions have no reward and no fault, else ""."""
+        share = metrics.get("reward/unscored", 0.0)
+        if not share or self._has_said_unscored:
+            return ""
+        self._has_said_unscored = True
+        return (
+            f"{share:.0%} of the completions have no reward (every function returned None), so "
+            "nothing is learned from them; reward/unscored of metrics.jsonl counts them"
         )
 
     def _empty_rows(self, metrics: Mapping[str, float]) -> str:

@@ -17,8 +17,9 @@ from tpu_rl.types import Array
 Aggregate = Literal["attention", "sum"]
 """Score of a completion from the worths of its sentences: a learned weighted mean, or the sum."""
 
-StepAggregate = Literal["min", "product"]
-"""Probability of a completion from those of its steps: the smallest one, or the product."""
+StepAggregate = Literal["min", "product", "mean"]
+"""Score of a completion from the probabilities of its steps: the log of the smallest one or of the
+product, or their mean."""
 
 
 def last_actions(action_mask: Array) -> Array:
@@ -155,23 +156,32 @@ def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Arra
 def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepAggregate) -> Array:
     """Return the share of each step in `step_scores`, [N, T], at the ends of steps.
 
-    "product": log p_k. "min": the fall of the smallest log p so far, from 0 (PURE, arXiv
-    2504.15275, has this credit in the limit).
+    "product": log p_k. "mean": p_k over the number of steps. "min": the fall of the smallest log p
+    so far, from 0 (PURE, arXiv 2504.15275, has this credit in the limit).
     """
     log_probability = jnp.where(ends, jax.nn.log_sigmoid(logits), 0.0)
     if aggregate == "product":
         return log_probability
+    if aggregate == "mean":
+        probability = jnp.where(ends, jax.nn.sigmoid(logits), 0.0)
+        return probability / jnp.maximum(ends.sum(axis=1, keepdims=True), 1)
     return prefix_shares(jax.lax.cummin(log_probability, axis=1), ends, action_mask)
 
 
 def step_scores(logits: Array, ends: Array, sequence_ids: Array, aggregate: StepAggregate) -> Array:
     """Return the score of each token's completion, made of its steps (arXiv 2305.20050).
 
-    It is a log-probability: "min" that of the weakest step being right, "product" that of all steps
-    being right as if they were independent. All arrays are [R, S]: `logits` of a step being right,
-    `ends` True on the last token of a step. The result is zero at prompt and padding.
+    "min" is the log-probability of the weakest step being right, "product" that of all steps being
+    right as if they were independent. "mean" is the mean probability of a step, from 0 to 1, as
+    ReasonFlux-PRM adds it to the outcome (arXiv 2506.18896). All arrays are [R, S]: `logits` of a
+    step being right, `ends` True on the last token of a step. The result is zero at prompt and
+    padding.
     """
     log_probability = jnp.where(ends, jax.nn.log_sigmoid(logits), 0.0)
     if aggregate == "product":
         return masked.sequence_total(log_probability, sequence_ids)
+    if aggregate == "mean":
+        probability = jnp.where(ends, jax.nn.sigmoid(logits), 0.0)
+        count = masked.sequence_total(ends.astype(probability.dtype), sequence_ids)
+        return masked.sequence_total(probability, sequence_ids) / jnp.maximum(count, 1)
     return -masked.sequence_max(-log_probability, sequence_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -42,6 +43,40 @@ def after(of: Reward = math_equivalent, mark: str = "</think>") -> Reward:
         return results
 
     return composed.declare(score, of)
+
+
+def for_rows(of: Reward = math_equivalent, column: str = "", values: str = "") -> Reward:
+    """Return the reward `of` for the rows whose `column` is one of `values`, and none for others.
+
+    So rows of several kinds get a reward each, as in VLAA-Thinker (arXiv 2504.11468):
+    `for_rows(of=math, column=kind, values=algebra|geometry)` and
+    `for_rows(of=choice, column=kind, values=letters)` as two rewards. A value is compared as text.
+    """
+    if not (column and values):
+        return _one_number
+    composed.require(column.isidentifier(), "for_rows(column=)", "name a column of the data")
+    names = [name.strip() for name in values.split("|")]
+    composed.require(all(names), "for_rows(values=)", "use texts, as in values=algebra|geometry")
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
+        rows = [row for row, value in enumerate(columns[column]) if str(value) in names]
+        results: list[Any] = [None] * len(completions)
+        scores = composed.values_of(
+            of,
+            [prompts[row] for row in rows],
+            [completions[row] for row in rows],
+            {name: [every[row] for row in rows] for name, every in columns.items()},
+        )
+        for row, value in zip(rows, scores, strict=True):
+            results[row] = value
+        return results
+
+    def kinds(**_: Any) -> None:
+        """Stand for the column in the declaration."""
+
+    parameter = inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY)
+    kinds.__dict__["__signature__"] = inspect.Signature([parameter])
+    return composed.declare(score, of, kinds)
 
 
 def _with_text(completion: Any, text: str) -> Any:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +215,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
                 aggregate = _aggregate(reading, ("attention", "sum"))
                 return reward_score.sentence_shares(head, ends, starts, sequences, aggregate)
             case "steps":
-                aggregate = _aggregate(reading, ("min", "product"))
+                aggregate = _aggregate(reading, get_args(reward_score.StepAggregate))
                 return reward_score.step_shares(head[..., 0], ends, action_mask, aggregate)
 
     def score(params: Sequence[Params], tokens: Array, action_mask: Array) -> Array:
@@ -232,7 +232,10 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
                 )
             case "steps":
                 values = reward_score.step_scores(
-                    head[..., 0], ends, sequences, _aggregate(reading, ("min", "product"))
+                    head[..., 0],
+                    ends,
+                    sequences,
+                    _aggregate(reading, get_args(reward_score.StepAggregate)),
                 )
         return masked.total(values, last, axis=-1)
 

@@ -117,6 +117,7 @@ BUILTIN: dict[str, Verifier] = {
         )
     },
     "dense": _made(others.dense)._replace(required=("of",)),
+    "for_rows": _made(others.for_rows)._replace(required=("of", "column", "values")),
     "consistent": _made(others.consistent)._replace(required=("of",)),
     "implicit": _made(others.implicit)._replace(required=("model", "reference")),
     "similarity": _made(others.similarity)._replace(required=("model",)),

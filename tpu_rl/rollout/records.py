@@ -22,7 +22,8 @@ def metrics(scored: Scored) -> dict[str, float]:
     by variance passed over. An episode of several rows counts once. "rollout/kept" is the share of
     the sampled groups that training uses: those in the batch with a scored completion.
     "reward/zero_std_groups" is the share of groups whose rewards are all equal; it is present if
-    groups have several completions. "rollout/tokens_per_draft", at least 1, is present if decoding
+    groups have several completions. "reward/unscored" is the share of completions that no reward
+    function has a number for. "rollout/tokens_per_draft", at least 1, is present if decoding
     was speculative. "env/turns", "env/tool_calls", "env/errors" and "env/observation_tokens" are
     means over episodes with an environment.
     """
@@ -38,6 +39,8 @@ def metrics(scored: Scored) -> dict[str, float]:
     if size > 1:
         row["reward/zero_std_groups"] = float(zero_variance(sampled).mean())
     row["reward/errors"] = float(len(sampled.errors))
+    unscored = np.isnan(sampled.rewards) & np.array([not fault for fault in sampled.faults])
+    row["reward/unscored"] = float(unscored.mean())
     row["rollout/kept"] = float(learned.sum() * size / len(sampled.lengths))
     row["rollout/length_mean"] = float(sampled.lengths.mean())
     row["rollout/length_max"] = float(sampled.lengths.max())
