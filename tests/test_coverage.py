@@ -84,5 +84,7 @@ def test_the_command_is_accepted(command):
         reward = tyro.cli(check_reward.Flags, args=arguments).reward
         assert reward in registry.BUILTIN or reward.endswith("DIR")
     else:
+        arguments, problems = answers.split(arguments)
+        assert all(config.parse(flags) for flags in problems)
         flags = {"evaluate": evaluate, "combine": combine, "compare": compare}[name].Flags
         tyro.cli(flags, args=arguments)

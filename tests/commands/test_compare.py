@@ -106,6 +106,19 @@ def test_a_run_without_a_model_is_named_before_anything_answers(tmp_path, capsys
     assert "the run has no model yet" in capsys.readouterr().err
 
 
+def test_memorization_pairs_the_rows_of_two_sets(tmp_path, capsys):
+    rows = Answers(["1+1", "2+2"], [["#2"], ["#4"]], np.array([[1.0], [1.0]]))
+    changed = Answers(["1+3", "2+5"], [["#2"], ["#7"]], np.array([[0.0], [1.0]]))
+    table = compare.memorized({"m": rows}, {"m": changed})
+    assert "| m | 1.000 | 0.500 | 0.750 | 0.375 (" in table
+    shorter = Answers(["1+3"], [["#2"]], np.array([[0.0]]))
+    with pytest.raises(InputError, match="2 problems and 1 variants"):
+        compare.memorized({"m": rows}, {"m": shorter})
+    argv = ["builtin:arithmetic", "--memorized", "--", "arithmetic_grpo"]
+    assert compare.main(argv) == 2
+    assert "--memorized with 1 sets of problems" in capsys.readouterr().err
+
+
 def test_methods_are_compared_over_seeds(capsys):
     groups = compare.groups_of(("grpo=a,b,c,d", "ppo=e,f,g,h"))
     values = {name: [float(index)] for index, name in enumerate("abcdefgh")}

@@ -119,6 +119,7 @@ def test_rounds_are_written_out_and_references_are_folders(tmp_path):
         ("keep: {}", "keep: {min-reward: .nan}", "keep: min-reward: nan is wrong"),
         ("keep: {}", "keep: {gap: -1, rows: pairs}", "keep: gap: -1 is wrong"),
         ("keep: {}", "keep: {}, optimizer: {name: sgd}", "optimizer.name would change nothing"),
+        ("keep: {}", "keep: {step-end: x}", "rows: completions does not read it"),
         ("keep: {}", "keep: {gap: 1}", "rows: completions does not read it"),
         ("keep: {}", "keep: {rows: pairs, duplicates: true}", "use rows: completions"),
         ("keep: {}", "keep: {rows: prompts, weakest: 2}", "there are no `concepts`"),
@@ -172,8 +173,11 @@ def test_all_stages_are_checked_before_the_first_begins(tmp_path, capsys, old, n
     assert not (tmp_path / "run" / "sft").exists()
 
 
-def scored(rewards: list[float], completions: list[str]) -> Any:
-    return SimpleNamespace(rewards=np.array(rewards, np.float32), completions=completions)
+def scored(rewards: list[float], completions: list[str], truncated: Any = ()) -> Any:
+    is_truncated = np.isin(np.arange(len(rewards)), truncated)
+    rollout = SimpleNamespace(truncated=is_truncated)
+    values = np.array(rewards, np.float32)
+    return SimpleNamespace(rewards=values, completions=completions, rollout=rollout)
 
 
 PROMPTS = [{"prompt": "a", "text": "x"}, {"prompt": [{"role": "user", "content": "b"}]}]
@@ -208,6 +212,36 @@ def test_a_filter_makes_pairs_and_chooses_prompts():
     assert pairs == [{"prompt": "a", "chosen": "p", "rejected": "r"}]
     prompts, _ = recipe.choose(PROMPTS, OUTCOME, Keep(rows="prompts", pass_rate=(0.5, 0.8)))
     assert prompts == [PROMPTS[0] | {"pass_rate": 0.75}]
+
+
+def test_a_filter_says_which_completions_did_not_end():
+    outcome = scored([1, 0, 1, 0], ["p", "q", "r", "s"], truncated=[1, 2])
+    rows, _ = recipe.choose(PROMPTS, outcome, Keep())
+    assert [row.get("ended") for row in rows] == [None, False]
+    pairs, _ = recipe.choose(PROMPTS, outcome, Keep(rows="pairs"))
+    assert [row["ended"] for row in pairs] == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "completions", "truncated", "expected"),
+    [
+        # The second right one has two steps in common with the wrong one, the first has one.
+        ([1, 1, 0], ["1;2;3;4", "1;3;5;6", "1;3;4;4"], [], ("1;3;5;", "1;3;4;", [False, False])),
+        ([1, 0], ["1;2", "1;3"], [], ("1;2", "1;3", [True, True])),
+        # One goes on where the other ends.
+        ([1, 0], ["1;2;", "1;2;3"], [], ("1;2;", "1;2;3", [True, True])),
+        ([0, 1], ["1;2;", "1;2;3;4"], [], ("1;2;3;", "1;2;", [False, True])),
+        # A step that the limit cuts says nothing.
+        ([1, 0], ["1;2;3", "1;2;4"], [1], None),
+        ([1, 0], ["1;2;3;4", "1;2;4;4"], [0, 1], ("1;2;3;", "1;2;4;", [False, False])),
+        ([1, 1], ["1;2", "1;3"], [], None),
+    ],
+)
+def test_step_pairs_part_at_the_first_different_step(rewards, completions, truncated, expected):
+    outcome = scored(rewards, completions, truncated)
+    rows, _ = recipe.choose(PROMPTS[:1], outcome, Keep(rows="pairs", step_end=";"))
+    pairs = [(row["chosen"], row["rejected"], row["ended"]) for row in rows]
+    assert pairs == ([] if expected is None else [expected])
 
 
 def test_a_filter_mines_the_weakest_concepts(tmp_path):

@@ -306,6 +306,22 @@ def test_every_kind_of_row_has_the_wrapped_prompt():
     assert written(tokenizer, demonstrations.tokens[1]).startswith("2<eos><pad>")
 
 
+def test_beginnings_of_answers_have_no_end():
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "ended": [True, False]}
+    no = [say("assistant", "no")]
+    conversation = row | {"prompt": CHAT[:1], "chosen": no, "rejected": no}
+    cases = (
+        (with_chat(None), row, ["2<eos>", "3"]),
+        (with_chat(), conversation, ["no<eos>", "no"]),
+    )
+    for tokenizer, each, expected in cases:
+        pairs = data.pairs([each], tokenizer, 96)
+        texts = [written(tokenizer, pairs.tokens[i][pairs.action_mask[i]]) for i in range(2)]
+        assert texts == expected
+    with pytest.raises(InputError, match="`ended` is 'no'"):
+        data.pairs([row | {"ended": "no"}], with_chat(None), 96)
+
+
 def test_pairs_of_conversations_learn_the_completions_only():
     tokenizer = with_chat()
     row = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [say("assistant", "no")]}

@@ -2,6 +2,7 @@
 
     python launch/compare.py A B [C ...] [-- PRESET|METHOD --flags] [-- ...]
     python launch/compare.py grpo=RUN0,RUN1,RUN2 ppo=RUN3,RUN4,RUN5 --metric eval/accuracy
+    python launch/compare.py A [B ...] --memorized -- PRESET|METHOD --flags -- PRESET|METHOD --flags
     python launch/compare.py --replay RUN [--to RUN_DIR]
 
 A is a run folder, a model directory, a hub id, builtin:NAME, or a file of answers that an earlier
@@ -9,6 +10,9 @@ comparison or a recipe kept. NAME=A,B,C are the seeds of one method. After each 
 launch/run.py that describe a set of problems; without any, the held-out problems of the first run
 are the set. With --metric nothing is sampled: the last value of a metric of each run is its score.
 Tables are printed; --to FILE.md also writes them.
+
+With --memorized, row i of the second set of problems is a variant of row i of the first, and each
+model gets a memorization score.
 
 --replay prints the versions, the commit and the command of a run. With --to it executes the
 command, in another run folder, and compares the digests.
@@ -33,7 +37,7 @@ from tpu_rl.commands import answers, config, finish
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import comparison
+from tpu_rl.evaluation import comparison, memorization
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.report import markdown
 
@@ -55,6 +59,8 @@ class Flags:
     """The Markdown file to write; with --replay the run folder of the replay."""
     keep: str | None = None
     """A folder in which answers are kept, and found again."""
+    memorized: bool = False
+    """Row i of the second set is a variant of row i of the first: how much is memory?"""
     replay: str | None = None
     """A run to replay."""
 
@@ -96,7 +102,7 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
     """
     groups = groups_of(flags.models)
     members = list(dict.fromkeys(itertools.chain(*groups.values())))
-    if len(members) < 2:
+    if len(members) < 1 + (not flags.memorized):
         raise InputError("nothing to compare with", where="A B", fix="give two models or runs")
     if flags.samples < 1 or flags.temperature < 0:
         raise InputError(
@@ -110,6 +116,13 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
             where="--metric, --",
             fix="leave one of them out",
         )
+    if flags.memorized and (len(problems) != 2 or any(map(is_file, members))):
+        raise InputError(
+            f"--memorized with {len(problems)} sets of problems",
+            where="--memorized, --",
+            why="models answer the originals, which come first, and then their variants",
+            fix="write two `--`, each with flags of a set, behind models",
+        )
     if flags.metric is not None:
         last = {member: [last_value(member, flags.metric)] for member in members}
         return over_seeds(groups, last, f"last {flags.metric}")
@@ -120,6 +133,8 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
     answers_of_sets = [
         answers_of(members, addresses, settings, flags, bool(problems)) for settings in sets
     ]
+    if flags.memorized:
+        return memorized(*answers_of_sets)
     sections = []
     scores: dict[str, list[float]] = {member: [] for member in members}
     for number, (settings, found) in enumerate(zip(sets, answers_of_sets, strict=True), start=1):
@@ -288,6 +303,38 @@ def beside(paired: dict[str, Answers], is_graded: bool) -> str:
     columns = [f"against {first}", "difference (95 %)", "McNemar p", "agreement", "same answers"]
     sections.append(markdown.table(columns, lines))
     return "\n\n".join(sections)
+
+
+def memorized(originals: dict[str, Answers], variants: dict[str, Answers]) -> str:
+    """Return a table of models and their memorization scores (see `evaluation.memorization`).
+
+    Raises:
+        InputError: if there are not as many variants as originals.
+    """
+    lines = []
+    for member, known in originals.items():
+        other = variants[member]
+        if len(known.prompts) != len(other.prompts):
+            raise InputError(
+                f"{len(known.prompts)} problems and {len(other.prompts)} variants",
+                where="--memorized",
+                why="row i of the second set is a variant of row i of the first",
+                fix="give files with as many rows, in the same order",
+            )
+        values = known.values(known.is_graded)
+        of_variants = other.values(known.is_graded)
+        judged = np.flatnonzero(np.isfinite(values) & np.isfinite(of_variants))
+        if not judged.size:
+            raise InputError("no problem was judged", where=member, fix="look at the reward")
+        alike = memorization.similarities(
+            [known.completions[i] for i in judged], [other.completions[i] for i in judged]
+        )
+        estimate = memorization.score(values[judged], of_variants[judged], alike)
+        means = [values[judged].mean(), of_variants[judged].mean(), alike.mean()]
+        shown_means = [f"{mean:.3f}" for mean in means]
+        lines.append([member, *shown_means, markdown.of(estimate), len(judged)])
+    columns = ["model", "originals", "variants", "similarity", "memorized (95 %)", "problems"]
+    return markdown.table(columns, lines)
 
 
 # --- seeds ---

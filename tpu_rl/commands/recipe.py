@@ -10,15 +10,18 @@ report.md and summary.json of the recipe say how well each stage solves each set
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import eq
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import tyro
@@ -49,7 +52,7 @@ from tpu_rl.types import Purpose
 ROWS = "rows.jsonl"
 REPORT = "report.md"
 SUMMARY = "summary.json"
-NOT_KEPT = ("messages", "text", "completion", "system", "system_prompt")
+NOT_KEPT = ("messages", "text", "completion", "ended", "system", "system_prompt")
 """Columns that would say something else of a row than its new prompt and completion."""
 
 
@@ -359,11 +362,22 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
         plain = {name: value for name, value in row.items() if name not in NOT_KEPT}
         if keep.rows == "prompts":
             chosen.append(row | {"pass_rate": rate})
+        elif keep.step_end:
+            pair = step_pair(scored, passing, [i for i in judged if i not in passing], keep)
+            if pair is not None:
+                texts = [answer(row, side.text) for side in pair]
+                ended = [side.ended for side in pair]
+                chosen.append(plain | {"chosen": texts[0], "rejected": texts[1], "ended": ended})
         elif keep.rows == "pairs":
             gap = rewards[best] - rewards[worst]
             if gap > 0 and gap >= keep.gap:
                 texts = [answer(row, scored.completions[i]) for i in (best, worst)]
-                chosen.append(plain | {"chosen": texts[0], "rejected": texts[1]})
+                ended = [not bool(scored.rollout.truncated[i]) for i in (best, worst)]
+                chosen.append(
+                    plain
+                    | {"chosen": texts[0], "rejected": texts[1]}
+                    | ({} if all(ended) else {"ended": ended})
+                )
         else:
             texts = []
             for i in ranked:
@@ -373,8 +387,59 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
                     break
                 if keep.duplicates or text not in texts:
                     texts.append(text)
-                    chosen.append(plain | {"completion": answer(row, text), "reward": rewards[i]})
+                    chosen.append(
+                        plain
+                        | {"completion": answer(row, text), "reward": rewards[i]}
+                        | ({"ended": False} if scored.rollout.truncated[i] else {})
+                    )
     return chosen, numbers | {"kept": len(chosen)}
+
+
+class Beginning(NamedTuple):
+    """The beginning of a completion."""
+
+    text: str
+    ended: bool
+    """True if it is the whole completion, which ended by itself."""
+
+
+def step_pair(
+    scored: Scored, passing: Sequence[int], failing: Sequence[int], keep: Keep
+) -> tuple[Beginning, Beginning] | None:
+    """Return a passing and a failing completion up to the first step in which they differ.
+
+    Args:
+        scored: the completions, by the numbers of the next two.
+        passing: those of a prompt that pass.
+        failing: its others.
+        keep: with `step_end` and `gap`.
+
+    Returns:
+        The two with the most equal steps before, the first of those; None if there are none. A
+        step that the length limit cuts is none.
+    """
+    steps = {i: _steps(scored.completions[i], keep.step_end) for i in (*passing, *failing)}
+    longest = -1
+    pair = None
+    for i, j in itertools.product(passing, failing):
+        equal = sum(1 for _ in itertools.takewhile(bool, map(eq, steps[i], steps[j])))
+        sides = [
+            Beginning("".join(steps[k][: equal + 1]), equal + 1 >= len(steps[k])) for k in (i, j)
+        ]
+        is_cut = any(
+            side.ended and scored.rollout.truncated[k]
+            for side, k in zip(sides, (i, j), strict=True)
+        )
+        differs = sides[0] != sides[1] and scored.rewards[i] - scored.rewards[j] >= keep.gap
+        if equal > longest and differs and not is_cut:
+            longest = equal
+            pair = (sides[0], sides[1])
+    return pair
+
+
+def _steps(text: str, end: str) -> list[str]:
+    """Return the steps of a text, each with its end."""
+    return re.findall(f".*?{re.escape(end)}|.+", text, re.DOTALL)
 
 
 def answer(row: Row, text: str) -> Any:

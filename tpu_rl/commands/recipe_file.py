@@ -76,6 +76,10 @@ class Keep:
     """concepts: how many of them."""
     gap: float = 0.0
     """pairs: the smallest difference of the rewards; at 0, any difference above 0."""
+    step_end: str = ""
+    """pairs: a text that ends a step. The pair is then a passing and a failing completion that
+    begin with the most equal steps, both cut behind the first step in which they differ (Step-DPO,
+    arXiv 2406.18629)."""
     chunk: int = 256
     """Prompts that are sampled at once. A filter that was killed goes on after the last chunk."""
 
@@ -84,6 +88,7 @@ READ_BY = {
     "max-per-prompt": ("completions",),
     "duplicates": ("completions",),
     "gap": ("pairs",),
+    "step-end": ("pairs",),
 }
 """Keys of `keep` -> the kinds of `rows` that read them; all others read all kinds."""
 TRAINING_FLAGS = ("steps", "epochs", "optimizer", "checkpoint", "evaluation", "phases", "stop")

@@ -93,8 +93,9 @@ def demonstrations(
     end-of-sequence token (`Tokenizer.encode_demonstration`). A message of the assistant may have a
     `weight`, and so may the row: what its tokens count, relative to others. Parts of an answer may
     have weights (`data.span_weights`). Weights of a row whose column `forget` is true are negative.
-    A column `tools` goes to the chat template. Longer texts
-    are cut at their end. A row whose prompt fills all columns has nothing to train on.
+    A column `tools` goes to the chat template. A row with `ended` false is the beginning of an
+    answer, without an end-of-sequence token. Longer texts are cut at their end. A row whose prompt
+    fills all columns has nothing to train on.
 
     Args:
         rows: the rows.
@@ -133,7 +134,9 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
 
     Each row is a group: of two completions, the chosen one first, or of one graded completion. The
     column `margin`, if a row has it, says how much better the chosen completion is; the `score` of
-    a rated completion, in place of `label`, becomes its margin. Longer texts are cut at their end.
+    a rated completion, in place of `label`, becomes its margin. `ended` says whether a completion
+    has its end-of-sequence token: true or false, or [of the chosen one, of the rejected one].
+    Longer texts are cut at their end.
 
     Args:
         rows: the rows.
@@ -152,8 +155,11 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
             sides = [("chosen", True), ("rejected", False)]
         else:
             sides = [("completion", bool(row.get("label", True)))]
-        for side, is_good in sides:
-            text = {"prompt": row["prompt"], "completion": row[side]}
+        has_ended = row.get("ended")
+        for number, (side, is_good) in enumerate(sides):
+            text = {"prompt": row["prompt"], "completion": row[side], "ended": has_ended}
+            if isinstance(has_ended, list) and len(has_ended) == len(sides):
+                text["ended"] = has_ended[number]
             texts.append(text | {"tools": row.get("tools"), "images": row.get("images")})
             group_id.append(i)
             preferred.append(is_good)
@@ -268,6 +274,20 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
 
 def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
     """Return the token ids of a row, and what each of them counts: 0 if it is not learned."""
+    ids, weights = _tokenize_whole(row, tokenizer)
+    has_ended = row.get("ended")
+    if not isinstance(has_ended, bool | None):
+        raise InputError(
+            f"`ended` is {has_ended!r}",
+            where=f"the row with {str(row.get('prompt', row.get('messages')))[:80]!r}",
+            fix="write true or false; in pairs also [true, false], for chosen and rejected",
+        )
+    if has_ended is False and ids[-1] in tokenizer.eos_ids:
+        return ids[:-1], weights[:-1]
+    return ids, weights
+
+
+def _tokenize_whole(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
     tools = row.get("tools")
     if "messages" in row:
         return tokenizer.encode_demonstration(row["messages"], tools=tools)
