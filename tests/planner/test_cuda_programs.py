@@ -3,6 +3,7 @@
 Whether they compile and how fast they are needs a GPU (docs/reference/attention.md).
 """
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ RUN = (
 
 
 def programs(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> dict[str, str]:
-    """Return name -> text of the programs of a run on one GPU, with cuDNN's attention or XLA's."""
+    """Return name -> text of the programs of a run on one GPU, with kernels of attention or not."""
     texts: dict[str, str] = {}
 
     def lower(mesh: Any, function: Any, *arguments: Any) -> steps.Compiled:
@@ -38,7 +39,9 @@ def programs(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> dict[str, str]:
         return steps.Compiled(program, "", 0.0)
 
     def on_gpus(model: Model) -> Model:
-        return models.with_attention_kernel(model, "cudnn") if kernel else model
+        if not kernel:
+            return model
+        return models.with_gpu_decode(models.with_attention_kernel(model, "cudnn"))
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(sampling, "compile_step", lower)
@@ -54,7 +57,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [True, False], ids=["cudnn", "xla"])
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernels", "xla"])
 def test_all_programs_are_lowered_for_cuda_without_scores_of_whole_prompts(kernel, monkeypatch):
     texts = programs(monkeypatch, kernel)
     assert texts.keys() == {
@@ -63,6 +66,13 @@ def test_all_programs_are_lowered_for_cuda_without_scores_of_whole_prompts(kerne
     }
     for name in ("prefill", "make_batch", "update"):
         assert ("@__cudnn$fmha" in texts[name]) == kernel, name
+    # A decode step has a layer's keys and the scores of all 64 rows, 32 heads and places, or none.
+    decoding = texts["decode_segment"]
+    assert ('name = "gpu_decode_attention"' in decoding) == kernel
+    cache = re.search(r"tensor<32x64x8x(\d+)x128xbf16>", decoding)
+    assert cache is not None
+    assert bool(re.search(rf"tensor<1x64x8x{cache[1]}x128xbf16>", decoding)) != kernel
+    assert bool(re.search(rf"tensor<64x8x4x(1x)?{cache[1]}xf32>", decoding)) != kernel
     # Neither scores nor masks of whole prompts, or of whole rows.
     assert "3072x3072x" not in texts["prefill"]
     assert not any("8192x8192x" in text for text in texts.values())

@@ -21,7 +21,7 @@ from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.losses import return_distributions
-from tpu_rl.models.attention import cudnn_trial, flash
+from tpu_rl.models.attention import cudnn_trial, flash, gpu_decode, gpu_decode_trial
 from tpu_rl.models.attention.cudnn import unsupported_reason
 from tpu_rl.models.config import DecoderConfig, WeightDtype, image_tokens
 from tpu_rl.models.policy import Select
@@ -310,7 +310,7 @@ def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
 
 
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
-    """Return `role_models`, each as `fast_model`; on GPUs with cuDNN's attention if it works.
+    """Return `role_models`, each as `fast_model`; on GPUs with kernels of attention if they work.
 
     All processes call it together.
 
@@ -345,7 +345,22 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
     for name, obstacle in obstacles.items():
         if not obstacle:
             result[name] = models.with_attention_kernel(result[name], "cudnn")
-    return result
+    obstacles = {name: _decode_obstacle(result[name].config, mesh) for name in sorted(result)}
+    for reason in filter(None, dict.fromkeys(obstacles.values())):
+        print(f"note: decode steps have XLA's attention and no kernel: {reason}", file=sys.stderr)
+    return {
+        name: model if obstacles[name] else models.with_gpu_decode(model)
+        for name, model in result.items()
+    }
+
+
+def _decode_obstacle(config: DecoderConfig, mesh: Mesh) -> str:
+    """Return why the kernel for GPUs cannot compute a model's decode steps; "" if it can."""
+    reason = gpu_decode.unsupported_reason(config.attention, mesh.devices.flat[0])
+    if reason:
+        return reason
+    error_of = gpu_decode_trial.error_of(config.dtype)
+    return cudnn_trial.failure_reason(config.attention, mesh, error_of)
 
 
 def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:

@@ -449,6 +449,9 @@ class AttentionConfig:
     token per row `decode_attention`; a mixture of experts then multiplies few tokens by
     `moe.decode_kernel`. "interpreted": the same kernels on any backend, slowly, for tests.
     "cudnn": `cudnn_attention`, for packed rows and prefills. "none": plain XLA."""
+    gpu_decode: Literal["none", "triton", "interpreted"] = "none"
+    """Let `attention.gpu_decode` compute decode steps, where it supports the shapes. "interpreted":
+    the same on any backend, slowly, for tests."""
     pairs_heads: bool = False
     """Cache the keys and values of two heads side by side. Two heads of 64 elements fill the 128
     lanes of a TPU's vectors, which the decode kernel reads."""

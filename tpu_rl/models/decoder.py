@@ -478,7 +478,8 @@ class Layer(Weights):
                 decode_config = DecodeConfig(
                     scale=config.scale,
                     softcap=config.softcap,
-                    interpret=self.is_interpreted,
+                    interpret=self.is_interpreted or config.gpu_decode == "interpreted",
+                    on_gpu=config.gpu_decode != "none",
                     has_window=self.layer_type == "sliding" and config.sliding_window is not None,
                 )
                 attended = decode.decode_attention(

@@ -86,7 +86,7 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     """Return an empty cache for B `rows` of at most `length` tokens.
 
     The cache is {"lengths": [B] int32, layer type: {"k", "v": [L, B, K, S, E]}}, with L layers of
-    that type and S = length, or at most the ring size in sliding layers. With the TPU's kernels S
+    that type and S = length, or at most the ring size in sliding layers. With decode kernels S
     is rounded up to whole blocks. In int8, "k_scale" and "v_scale" [L, B, K, S] float32 are added.
     With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
     attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
@@ -105,7 +105,7 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     """
     attention = config.attention
     cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
-    if attention.kernel in ("tpu", "interpreted"):
+    if attention.kernel in ("tpu", "interpreted") or attention.gpu_decode != "none":
         length = -(-length // LANES) * LANES
         if decode.is_wanted(attention):
             cache[SHARED_PROMPT] = jnp.zeros((2, rows), jnp.int32)

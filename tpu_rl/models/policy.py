@@ -142,10 +142,24 @@ def with_attention_kernel(
     return decoder(replace(model.config, attention=attention))
 
 
+def with_gpu_decode(model: Model, kernel: Literal["triton", "interpreted"] = "triton") -> Model:
+    """Return the model whose decode steps use the kernel for GPUs (see
+    `AttentionConfig.gpu_decode`)."""
+    return decoder(
+        replace(model.config, attention=replace(model.config.attention, gpu_decode=kernel))
+    )
+
+
 def with_exact_sampling(model: Model) -> Model:
     """Return the model whose cached and packed tokens have logits of equal bits (see
     `DecoderConfig.exact`)."""
-    attention = replace(model.config.attention, kernel="none", cpu_cache=False, pairs_heads=False)
+    attention = replace(
+        model.config.attention,
+        kernel="none",
+        gpu_decode="none",
+        cpu_cache=False,
+        pairs_heads=False,
+    )
     return decoder(replace(model.config, attention=attention, exact=True))
 
 

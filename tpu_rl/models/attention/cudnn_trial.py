@@ -1,8 +1,9 @@
-"""A trial of cuDNN's attention on the devices of a run, against the reference.
+"""Trials of attention kernels on the devices of a run, against the reference.
 
 Which kernels cuDNN has, and whether they are correct, depends on the GPU, on cuDNN's version and on
 the driver. None of them is known when a run is configured, and a run that learns from wrong
-gradients looks like any other. So the trial runs before the first step.
+gradients looks like any other. So the trial runs before the first step. `failure_reason` tries
+cuDNN's attention, or another kernel for which a function computes the error (`gpu_decode_trial`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from tpu_rl.types import Array
 
 T = TypeVar("T")
 
+ErrorOf = Callable[[AttentionConfig, Array], Array]
+"""(attention, seed) -> the largest error of a kernel, relative to the largest element."""
+
 ROW = ((100, 1, 0), (60, 1, 1), (50, 1, 2), (30, 2, 0), (16, 0, 0))
 """The row of the trial, as (tokens, segment, branch); the last part is padding."""
 
@@ -39,17 +43,17 @@ masked by mistake, or not masked, makes a larger error."""
 
 
 @functools.cache
-def failure_reason(config: AttentionConfig, mesh: Mesh) -> str:
+def failure_reason(config: AttentionConfig, mesh: Mesh, error_of: ErrorOf | None = None) -> str:
     """Return why the trial on the mesh's devices failed, or "" if it succeeded.
 
-    It fails if the program does not compile or run, or if values or gradients are not those of the
+    `error_of` computes the error under the mesh; None: `largest_error`, of cuDNN's attention. It
+    fails if the program does not compile or run, or if values or gradients are not those of the
     reference. All processes must call it together.
     """
     seed = np.uint32(0)
     with jax.set_mesh(mesh):
-        program, error = _try(
-            lambda: jax.jit(functools.partial(largest_error, config)).lower(seed).compile()
-        )
+        trial = functools.partial(error_of or largest_error, config)
+        program, error = _try(lambda: jax.jit(trial).lower(seed).compile())
         if program is None:
             return f"it does not compile: {error}"
         difference, error = _try(lambda: float(program(seed)))

@@ -1,13 +1,15 @@
-"""Attention of decode steps on TPUs: each row reads its own tokens, and not the longest row's.
+"""Attention of decode steps by kernels: each row reads its own tokens, and not the longest row's.
 
 `decode_attention` computes the same function as `layers.dense_attention` for one new token per row.
 A row reads the chunks of the cache that hold what it sees, so bytes follow from the lengths of rows
 (`read_tokens`) and not from the room in the cache. Keys and values are read where they lie: nothing
-is copied or gathered, int8 is dequantized on the chip, and a ring is read where its window is.
+is copied or gathered, int8 is dequantized on the chip, and a ring is read where its window is. GPUs
+have a kernel of their own (`gpu_decode`), without int8 and shared prompts.
 
-JAX ships two kernels for such steps. `paged_attention` has no sliding window and takes pages of all
-KV heads, heads first; `ragged_paged_attention` takes pages in which the heads of keys and values
-alternate. The cache of tpu_rl has a place for each row, so neither fits without a copy of it.
+JAX ships two kernels for such steps on TPUs. `paged_attention` has no sliding window and takes
+pages of all KV heads, heads first; `ragged_paged_attention` takes pages in which the heads of keys
+and values alternate. The cache of tpu_rl has a place for each row, so neither fits without a copy
+of it.
 
 Letters in array shapes are those of `layers`.
 """
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_rl.models.attention import decode_kernel
+from tpu_rl.models.attention import decode_kernel, gpu_decode
 from tpu_rl.models.attention.decode_kernel import DecodeConfig, Groups
 from tpu_rl.models.attention.flash_kernels import LANES
 from tpu_rl.models.config import AttentionConfig
@@ -112,22 +114,26 @@ def can_pair_heads(config: AttentionConfig, tensor: int) -> bool:
 
 
 def is_wanted(config: AttentionConfig) -> bool:
-    """Return True if the kernel computes a model's attention wherever shapes allow it."""
+    """Return True if the kernel of TPUs computes a model's attention wherever shapes allow it."""
     if config.kernel == "interpreted":
         return config.latent is None
     return config.kernel == "tpu" and has_kernel(config)
 
 
 def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array]) -> bool:
-    """Return True if the kernel computes query [B, T, H, E] with the leaves of a layer type."""
-    if not is_wanted(config) or query.shape[1] != 1 or "k" not in stack:
+    """Return True if a kernel computes query [B, T, H, E] with the leaves of a layer type."""
+    on_gpu = config.gpu_decode != "none"
+    if not (on_gpu or is_wanted(config)) or query.shape[1] != 1 or "k" not in stack:
         return False
     if config.pairs_heads:
         spread_pairs = sharding.spread("kv_heads", stack["k"].shape[2])
         if spread_pairs != sharding.spread("heads", query.shape[2]):
             return False
-    heads_of_keys = _heads_of_keys(query, config.num_kv_heads)
-    return decode_kernel.is_supported(stack["k"].shape[3]) and heads_of_keys is not None
+    if _heads_of_keys(query, config.num_kv_heads) is None:
+        return False
+    if on_gpu:
+        return gpu_decode.is_supported(stack)
+    return decode_kernel.is_supported(stack["k"].shape[3])
 
 
 def _heads_of_keys(query: Any, kv_heads: int) -> int | None:
@@ -245,9 +251,11 @@ def decode_attention(
             if sinks is not None:
                 odd = ((0, read_heads % 2), (0, 0))
                 sinks = jnp.pad(sinks, odd).reshape(grouped.shape[1:3])
-        attended = decode_kernel.attention(
-            config, grouped, list(leaves), layer, first_head, first, end, sinks, groups
-        )
+        arguments = (config, grouped, list(leaves), layer, first_head, first, end, sinks)
+        if config.on_gpu:
+            attended = gpu_decode.attention(*arguments)
+        else:
+            attended = decode_kernel.attention(*arguments, groups)
         if is_paired:
             attended = own_halves(attended, read_heads)
         return attended.reshape(query.shape)

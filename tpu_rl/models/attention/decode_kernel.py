@@ -62,6 +62,8 @@ class DecodeConfig(NamedTuple):
     softcap: float | None = None
     interpret: bool = False
     """Let JAX interpret the kernel, on any backend and slowly. For tests."""
+    on_gpu: bool = False
+    """Use `gpu_decode`."""
     has_window: bool = False
     """Rows need not see all their tokens. It only names the kernel, for the planner."""
 

@@ -1,0 +1,263 @@
+"""The GPU's decode kernel, interpreted on the CPU against dense attention, and lowered for CUDA."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.fixtures import several
+from tests.fixtures.decoders import tiny
+from tpu_rl import models
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
+from tpu_rl.models import layers
+from tpu_rl.models.attention import cudnn_trial, decode, gpu_decode, gpu_decode_trial
+from tpu_rl.models.attention.decode import SeenTokens
+from tpu_rl.models.attention.decode_kernel import DecodeConfig
+from tpu_rl.models.config import AttentionConfig, FullHeads, LatentConfig
+from tpu_rl.train import sharding
+from tpu_rl.types import UNREAD
+
+INTERPRETED = DecodeConfig(0.35, softcap=3.0, interpret=True, on_gpu=True)
+FIRST: Any = np.array([0, 0, 70, 0, 130], np.int32)
+END: Any = np.array([1, 512, 200, 129, 131], np.int32)
+
+
+def operands(num_heads: int, kv_heads: int, head_dim: int, places: int = 512) -> Any:
+    """Return a query [B, 1, H, E] and the leaves of two layers, NaN where nobody may read."""
+    draw = np.random.default_rng(0).normal
+    rows = len(FIRST)
+    query = draw(size=(rows, 1, num_heads, head_dim)).astype(np.float32)
+    leaf = (2, rows, kv_heads, places, head_dim)
+    seen = (np.arange(places) >= FIRST[:, None]) & (np.arange(places) < END[:, None])
+    seen = seen[None, :, None, :, None] & (np.arange(2) == 1)[:, None, None, None, None]
+    return query, {
+        name: np.where(seen, draw(size=leaf).astype(np.float32), np.nan) for name in ("k", "v")
+    }
+
+
+def reference(query: Any, stack: Any, sinks: Any = None) -> Any:
+    rows, places = len(query), stack["v"].shape[3]
+    number = jnp.broadcast_to(jnp.arange(places), (rows, places))
+    last = jnp.asarray(END[:, None] - 1)
+    return layers.dense_attention(
+        query,
+        np.nan_to_num(stack["k"][1]),
+        np.nan_to_num(stack["v"][1]),
+        layers.TokenIndex(last, last, last, last),
+        layers.TokenIndex(number, number, number, jnp.where(number >= FIRST[:, None], 999, 0)),
+        scale=INTERPRETED.scale,
+        softcap=INTERPRETED.softcap,
+        sinks=sinks,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "programs", "has_sinks"),
+    [
+        pytest.param(8, 1, 256, 10, False, id="two splits"),
+        pytest.param(6, 2, 128, 2048, True, id="most splits and sinks"),
+        pytest.param(2, 2, 64, 1, False, id="one split", marks=pytest.mark.slow),
+        pytest.param(40, 2, 16, 1, False, id="many heads", marks=pytest.mark.slow),
+    ],
+)
+def test_ragged_rows_equal_dense_attention(
+    num_heads, kv_heads, head_dim, programs, has_sinks, monkeypatch
+):
+    monkeypatch.setattr(gpu_decode, "PROGRAMS", programs)
+    monkeypatch.setattr(gpu_decode, "SPLIT_PLACES", 128)
+    query, stack = operands(num_heads, kv_heads, head_dim)
+    sinks = jnp.linspace(-1, 1, num_heads) if has_sinks else None
+    attend = functools.partial(decode.decode_attention, config=INTERPRETED, sinks=sinks)
+    found = jax.jit(attend)(query, stack, 1, SeenTokens(FIRST, END))
+    np.testing.assert_allclose(found, reference(query, stack, sinks), atol=2e-6, rtol=0)
+
+
+def text_for_cuda(query: Any, stack: Any, softcap: float | None) -> str:
+    """Return the program that a row's decode step is lowered to for CUDA."""
+    config = DecodeConfig(0.35, softcap, on_gpu=True)
+    attend = functools.partial(decode.decode_attention, config=config)
+    row: Any = jax.ShapeDtypeStruct((query.shape[0],), jnp.int32)
+    traced = jax.jit(attend).trace(query, stack, 1, SeenTokens(row, row))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_kernel_is_lowered_for_cuda_and_copies_no_layer(head_dim, dtype):
+    query = jax.ShapeDtypeStruct((64, 1, 24, head_dim), dtype)
+    leaf = jax.ShapeDtypeStruct((3, 64, 8, 4096, head_dim), dtype)
+    softcap = 50.0 if head_dim == 256 else None
+    program = text_for_cuda(query, {"k": leaf, "v": leaf}, softcap)
+    assert "@__gpu$xla.gpu.triton(" in program
+    assert 'name = "gpu_decode_attention"' in program
+    # The custom call takes the whole stack; nothing else has the size of a layer, or of its scores.
+    cut = [line for line in program.splitlines() if "slice" in line and "4096" in line]
+    assert not cut
+    assert "x4096xf32" not in program.replace(f"x4096x{head_dim}xf32", "")
+
+
+def decoded(model: Any, params: Any) -> Any:
+    """Return logits of four steps of three rows: one wraps around a ring, one begins empty, and
+    beside them a slot that nobody reads."""
+    lengths = jnp.array([254, 0, 140, 254], jnp.int32)
+    tokens = jax.random.randint(jax.random.key(1), (4, 254), 2, 130)
+    positions = jnp.broadcast_to(jnp.arange(254), tokens.shape)
+    cache = model.init_cache(params, 4, 300)
+    step = jax.jit(model.extend)
+    _, cache = step(params, cache, tokens, positions, jnp.zeros_like(tokens), lengths)
+    logits = []
+    for number in range(4):
+        live = jnp.array([1, 1, 1, 0])
+        column = (tokens[:, number] * 3 % 120)[:, None]
+        branch = jnp.where(live, 0, UNREAD)[:, None]
+        found, cache = step(params, cache, column, cache["lengths"][:, None], branch, live)
+        logits.append(found[:3, 0])
+    return jnp.stack(logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama3",
+        "mistral",
+        pytest.param("gemma2", marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_model_decodes_the_same_logits(family):
+    """Exact sampling, whose sums have another order too, differs by up to 4e-6 from XLA's."""
+    made = tiny(family)
+    model = models.with_gpu_decode(made.model, "interpreted")
+    wanted = decoded(made.model, made.params)
+    np.testing.assert_allclose(decoded(model, made.params), wanted, atol=5e-6, rtol=0)
+
+
+# The trial.
+
+TRIED = dataclasses.replace(tiny("llama3").model.config.attention, head_dim=16)
+
+
+def one_device() -> Any:
+    return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+def trial(config: AttentionConfig = TRIED, dtype: str = "float32") -> str:
+    error_of = gpu_decode_trial.error_of(dtype, interpret=True)
+    return cudnn_trial.failure_reason.__wrapped__(config, one_device(), error_of)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_the_trial_accepts_the_kernel(dtype):
+    assert trial(dataclasses.replace(TRIED, softcap=20.0, sinks=True), dtype) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["first", "end"])
+@pytest.mark.parametrize("step", [-1, 1])
+def test_the_trial_detects_a_token_more_or_less(wrong, step, monkeypatch):
+    attention = gpu_decode.attention
+
+    def shifted(config, query, leaves, layer, first_head, first, end, sinks):
+        seen = {"first": first, "end": end}
+        # Rows of one token see it in any case.
+        moved = jnp.where(end - first > 1, seen[wrong] + step, seen[wrong])
+        seen[wrong] = jnp.clip(moved, 0, None)
+        moved = (seen["first"], seen["end"], sinks)
+        return attention(config, query, leaves, layer, first_head, *moved)
+
+    monkeypatch.setattr(gpu_decode, "attention", shifted)
+    assert trial().startswith("in a trial it differs from the reference by ")
+
+
+def test_the_trial_says_that_the_kernel_does_not_compile():
+    """XLA has no Triton on CPUs."""
+    error_of = gpu_decode_trial.error_of("float32")
+    reason = cudnn_trial.failure_reason.__wrapped__(TRIED, one_device(), error_of)
+    assert reason.startswith("it does not compile: ")
+
+
+ON_MESHES = """
+import dataclasses
+from tests.models import test_gpu_decode as here
+from tpu_rl.models.attention import cudnn_trial, gpu_decode_trial
+from tpu_rl.train import sharding
+
+config = dataclasses.replace(here.TRIED, num_heads=8, num_kv_heads=2)
+mesh = sharding.make_mesh(fsdp=2, tensor=2)
+# Heads and their keys on one device; and more devices than KV heads.
+for mesh in (mesh, sharding.sampling_mesh(mesh, 4)):
+    error_of = gpu_decode_trial.error_of("float32", interpret=True)
+    assert cudnn_trial.failure_reason(config, mesh, error_of) == ""
+"""
+
+
+@pytest.mark.nightly
+def test_the_trial_runs_on_every_mesh():
+    command, env = [sys.executable, "-c", ON_MESHES], several.virtual_devices(4)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+# When a run uses it.
+
+
+def test_it_is_the_default_on_gpus(monkeypatch, capsys):
+    gpu: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    preset = configuration.preset("arithmetic_grpo")
+    base = tiny("llama3").model
+    monkeypatch.setattr(roles, "_cudnn_obstacle", lambda *_: "")
+
+    def kernels(attention: Any, mesh: Any) -> set[str]:
+        config = dataclasses.replace(
+            preset, model=dataclasses.replace(preset.model, attention=attention)
+        )
+        made = roles.fast_models(config, base, mesh).values()
+        return {model.config.attention.gpu_decode for model in made}
+
+    assert kernels("auto", gpu) == {"none"}
+    assert "no kernel: the kernel is for NVIDIA GPUs" in capsys.readouterr().err
+    monkeypatch.setattr(roles, "_decode_obstacle", lambda *_: "")
+    assert kernels("auto", gpu) == kernels("cudnn", gpu) == {"triton"}
+    assert kernels("xla", gpu) == kernels("auto", one_device()) == {"none"}
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "why"),
+    [
+        ({}, "7.5", "8.0 (A100) and newer"),
+        ({}, "gfx90a", "NVIDIA GPUs"),
+        ({"head_dim": 96}, "9.0", "head dimension 96 is not a power of two"),
+        ({"latent": LatentConfig(16, 8, 32)}, "9.0", "latent attention has two"),
+        ({"full": FullHeads(1, 32)}, "9.0", "full layers have others"),
+        ({"softcap": 50.0, "sinks": True, "sliding_window": 64}, "8.0", ""),
+    ],
+)
+def test_unsupported_models_are_named_with_a_reason(changes, capability, why):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    config = dataclasses.replace(TRIED, **changes)
+    reason = gpu_decode.unsupported_reason(config, device)
+    assert why in reason
+    assert bool(why) == bool(reason)
+
+
+def test_int8_caches_and_several_tokens_are_left_to_xla():
+    model = models.with_gpu_decode(tiny("llama3").model)
+    config = model.config.attention
+    query = jnp.zeros((1, 1, config.num_heads, config.head_dim))
+    cache = model.init_cache(None, 1, 130)
+    assert cache["full"]["k"].shape[3] == 256
+    assert decode.is_supported(config, query, cache["full"])
+    assert not decode.is_supported(config, jnp.repeat(query, 2, 1), cache["full"])
+    rounded = models.with_int8_cache(model).init_cache(None, 1, 130)
+    assert not decode.is_supported(config, query, rounded["full"])
+    assert models.with_exact_sampling(model).config.attention.gpu_decode == "none"

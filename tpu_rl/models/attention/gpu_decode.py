@@ -1,0 +1,188 @@
+"""The Pallas kernel (Triton) of `decode.decode_attention` for NVIDIA GPUs.
+
+Each row reads the blocks of keys that hold what it sees, where they lie: nothing is copied out of
+the stack of layers. The keys of a row are cut in splits that are computed independently, as in
+Flash-Decoding, and `attention` adds them up by their log-sum-exp.
+
+JAX ships `pallas.ops.gpu.decode_attention`, which takes the keys of one layer, so that XLA would
+copy them out of the stack for every layer of every token. It has no caps, sinks or rings, and
+rounds the sum of each split to the type of the queries.
+
+Letters in array shapes are those of `layers`; L counts layers, S the places of the cache and P the
+splits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from tpu_rl.models.attention.decode_kernel import DecodeConfig
+from tpu_rl.models.attention.flash_kernels import A_B, A_BT, LANES
+from tpu_rl.models.config import AttentionConfig
+from tpu_rl.models.layers import MASKED
+
+Array = jax.Array
+
+BLOCK_BYTES = 1 << 14
+"""Bytes of the keys of a block: those of two blocks, and of their values, are in shared memory."""
+
+MIN_ROWS = 16
+"""Triton multiplies matrices of at least so many rows."""
+
+PROGRAMS = 2048
+"""Programs that are wanted: some for each multiprocessor, so that long rows do not come last."""
+
+SPLIT_PLACES = 256
+"""A split has at least so many places of the cache."""
+
+
+def unsupported_reason(config: AttentionConfig, device: Any) -> str:
+    """Return why the kernel cannot compute a model's attention on a device; "" if it can."""
+    capability = str(getattr(device, "compute_capability", ""))
+    # The compute capability of AMD GPUs has letters.
+    if not capability.replace(".", "").isdigit() or float(capability) < 8:
+        return "the kernel is for NVIDIA GPUs of compute capability 8.0 (A100) and newer"
+    head_dim = config.head_dim
+    reasons = {
+        "keys and values must have one width, and this model's latent attention has two": (
+            config.latent is not None
+        ),
+        "all layers must have the same heads, and this model's full layers have others": (
+            config.full is not None
+        ),
+        f"the head dimension {head_dim} is not a power of two from 16 to 256": (
+            head_dim not in (16, 32, 64, 128, 256)
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def is_supported(stack: dict[str, Array]) -> bool:
+    """Return True if the kernel reads the leaves of a layer type: whole blocks, and not in int8.
+
+    Pallas numbers the elements of a leaf below 4 GiB in 32 bits, which 2^31 of int8 exceed.
+    """
+    leaf = stack["k"]
+    return leaf.shape[3] % LANES == 0 and leaf.dtype != jnp.int8
+
+
+def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
+    """Compute one split of one row and KV head.
+
+    refs: [2] layer and first KV head; [B] first; [B] end; query [B, K, G, E]; keys and values
+    [L, B, ..., S, E]; the results, weighted sums [B, K, P, G, E], maxima and totals [B, K, P, G].
+    """
+    place, first, end, query, keys, values, weighted_sums, maxima, totals = refs
+    row, head, split = (pl.program_id(axis) for axis in range(3))
+    layer = place[0]
+    kv_head = place[1] + head
+    begin = first[row]
+    stop = end[row]
+    first_block = jax.lax.div(begin, block)
+    num_blocks = pl.cdiv(stop, block) - first_block
+    share = pl.cdiv(num_blocks, splits)
+    begin_block = jnp.minimum(split * share, num_blocks)
+    end_block = jnp.minimum(begin_block + share, num_blocks)
+    group, head_dim = query.shape[2:]
+    queries = query[row, head, :, :]
+    # XLA's products have this precision in float32; bfloat16 has no choice.
+    precision = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+
+    def product(a: Array, b: Array, dimension_numbers: Any) -> Array:
+        return jax.lax.dot_general(
+            a, b, dimension_numbers, precision, preferred_element_type=jnp.float32
+        )
+
+    def visit(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        maximum, total, weighted = sums
+        start = (first_block + number) * block
+        tokens = start + jnp.arange(block)
+        visible = (tokens >= begin) & (tokens < stop)
+        # In a ring, the place of a token is its number modulo the ring's size.
+        places = pl.ds(jax.lax.rem(start, keys.shape[3]), block)
+
+        def read(leaf: Any) -> Array:
+            part = leaf.at[layer, row, kv_head, places, :]
+            return triton.load(part, mask=visible[:, None], other=0.0)
+
+        scores = product(queries, read(keys), A_BT) * config.scale
+        if config.softcap is not None:
+            scores = config.softcap * jnp.tanh(scores / config.softcap)
+        scores = jnp.where(visible[None, :], scores, MASKED)
+        new_maximum = jnp.maximum(maximum, scores.max(1))
+        weights = jnp.exp(scores - new_maximum[:, None])
+        factor = jnp.exp(maximum - new_maximum)
+        added = product(weights.astype(values.dtype), read(values), A_B)
+        return (
+            new_maximum,
+            factor * total + weights.sum(1),
+            factor[:, None] * weighted + added,
+        )
+
+    maximum, total, weighted = jax.lax.fori_loop(
+        begin_block,
+        end_block,
+        visit,
+        (
+            jnp.full(group, MASKED, jnp.float32),
+            jnp.zeros(group, jnp.float32),
+            jnp.zeros((group, head_dim), jnp.float32),
+        ),
+    )
+    weighted_sums[row, head, split, :, :] = weighted
+    maxima[row, head, split, :] = maximum
+    totals[row, head, split, :] = total
+
+
+def attention(
+    config: DecodeConfig,
+    query: Array,
+    leaves: list[Array],
+    layer: Array | int,
+    first_head: Array | int,
+    first: Array,
+    end: Array,
+    sinks: Array | None = None,
+) -> Array:
+    """Return the attention [B, K, G, E] of query [B, K, G, E].
+
+    The arguments are those of `decode_kernel.attention`, without int8 and groups.
+    """
+    rows, kv_heads, group, head_dim = query.shape
+    places = leaves[0].shape[3]
+    block = min(max(BLOCK_BYTES // (head_dim * leaves[0].dtype.itemsize), MIN_ROWS), LANES)
+    splits = max(1, min(math.ceil(PROGRAMS / (rows * kv_heads)), places // SPLIT_PLACES))
+    padded_group = max(MIN_ROWS, pl.next_power_of_2(group))
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, padded_group - group), (0, 0)))
+    results = (rows, kv_heads, splits, padded_group)
+    place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
+    weighted, maximum, total = pl.pallas_call(
+        functools.partial(_kernel, config, block, splits),
+        grid=(rows, kv_heads, splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((*results, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+        ),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=config.interpret,
+        name="gpu_decode_attention",
+    )(place, first, end, padded, *leaves)
+    highest = maximum.max(2, keepdims=True)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, padded_group - group)))
+        sinks = jnp.broadcast_to(sinks[None, :, None], highest.shape)
+        highest = jnp.maximum(highest, sinks)
+    factor = jnp.exp(maximum - highest)
+    whole = (total * factor).sum(2)
+    if sinks is not None:
+        whole += jnp.exp(sinks - highest)[:, :, 0]
+    attended = (weighted * factor[..., None]).sum(2) / whole[..., None]
+    return attended[:, :, :group].astype(query.dtype)
