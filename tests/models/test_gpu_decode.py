@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from tests.fixtures import several
 from tests.fixtures.decoders import tiny
+from tests.fixtures.topologies import gpu_device, needs_gpu_compiler
+from tests.fixtures.tpu_decoding import compile_decoding
 from tpu_rl import models
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
@@ -22,6 +26,7 @@ from tpu_rl.models.attention import cudnn_trial, decode, gpu_decode, gpu_decode_
 from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.config import AttentionConfig, FullHeads, LatentConfig
+from tpu_rl.planner import known_models
 from tpu_rl.train import sharding
 from tpu_rl.types import UNREAD
 
@@ -102,6 +107,42 @@ def test_the_kernel_is_lowered_for_cuda_and_copies_no_layer(head_dim, dtype):
     cut = [line for line in program.splitlines() if "slice" in line and "4096" in line]
     assert not cut
     assert "x4096xf32" not in program.replace(f"x4096x{head_dim}xf32", "")
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["A100", "4090", "H100"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_xla_compiles_the_kernel_for_cards(card, head_dim, dtype):
+    placed = SingleDeviceSharding(gpu_device(card))
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=placed)
+    query = shape((64, 1, 24, head_dim), dtype)
+    leaf = shape((3, 64, 8, 4096, head_dim), dtype)
+    row: Any = shape((64,), jnp.int32)
+    config = DecodeConfig(0.35, 50.0, on_gpu=True)
+    attend = functools.partial(decode.decode_attention, config=config)
+    stack = {"k": leaf, "v": leaf}
+    program = jax.jit(attend).lower(query, stack, 1, SeenTokens(row, row)).compile()
+    stats = program.memory_analysis()
+    assert stats is not None
+    # Sums of splits, and no layer of the cache.
+    assert stats.temp_size_in_bytes < leaf.size * leaf.dtype.itemsize / 3 / 20
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "xla"])
+def test_decode_steps_of_an_h100_copy_no_layer_of_the_cache(kernel):
+    shape = known_models.find("Llama-3.2-1B")
+    assert shape is not None
+    model = models.from_config(shape, dtype="bfloat16", param_dtype="bfloat16")
+    if kernel:
+        model = models.with_gpu_decode(model)
+    mesh = sharding.make_mesh(devices=[gpu_device("H100")])
+    program, _ = compile_decoding(model, mesh, 64, 4096)
+    layer = r"bf16\[(1,)?64,8,4096,64\]"
+    assert bool(re.search(layer, program.as_text() or "")) != kernel
 
 
 def decoded(model: Any, params: Any) -> Any:
