@@ -800,7 +800,8 @@ def learning(config: ExperimentConfig, stage: Stage) -> Learning:
 
     def trainable(path: str) -> bool:
         name = path.rpartition("/")[2]
-        return path.partition("/")[0] in trained and not (frozen and name.startswith(frozen))
+        is_frozen = name.startswith(frozen) or name.endswith(models.UNTRAINED)
+        return path.partition("/")[0] in trained and not is_frozen
 
     schedule = optimizers.learning_rate(config.optimizer, optimizer_steps(config, stage))
     scales = {name: spec.learning_rate_scale for name, spec in trained.items()}

@@ -51,6 +51,11 @@ def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     tokenizer = load_tokenizer(config, directory)
     if not config.model.random_init:
         model, params = load(config, str(directory), mesh, config.model.lora.weight_dtype)
+        if getattr(model.config.vision, "has_audio", False):
+            print(
+                "note: the model's tower for sound is not read, and a saved model has none",
+                file=sys.stderr,
+            )
         if model.config.weight_dtype is not None:
             model = models.with_quantized_weights(model, None)
         return Language(model, tokenizer), params

@@ -135,7 +135,8 @@ def _positions_with_images(
 def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader) -> Any:
     """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile.
 
-    `tokens` are those of the data, [N, T]. See `models.vision.two_way`.
+    `tokens` are those of the data, [N, T], which count the features of `Layout.images`. See
+    `models.vision.two_way`.
     """
     key_tiles = np.asarray(layout.key_tiles)
     source = np.asarray(layout.source)
@@ -143,12 +144,13 @@ def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader
     num_tiles = key_tiles.shape[-2]
     slots = np.arange(source.shape[-1])
     tile_size = len(slots) // num_tiles
-    features = reader.tower.features_per_piece
-    place = ids - reader.first_id
-    last_slot = np.where(place >= 0, slots + features - 1 - place % features, slots)
+    later_features = reader.tower.later_features(np.asarray(layout.images))
+    place = (ids - reader.first_id).reshape(*ids.shape[:2], -1)
+    rest = np.take_along_axis(later_features, np.maximum(place, 0), axis=-1)
+    last_slot = slots + np.where(place >= 0, rest, 0).reshape(ids.shape)
     last_slot = np.minimum(last_slot, slots[-1]).reshape(*source.shape[:-1], num_tiles, tile_size)
     last_tile = last_slot.max(-1, keepdims=True) // tile_size
-    most = -(-(features - 1) // tile_size)
+    most = -(-bucket(max(int(later_features.max()), 1)) // tile_size)
     later = np.arange(num_tiles)[:, None] + np.arange(1, most + 1)
     later = np.where(later <= last_tile, later, -1).astype(np.int32)
     return np.concatenate([key_tiles, later], axis=-1)

@@ -100,14 +100,14 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "vision_patch_bias": ("vision_embed",),
     "vision_position": ("vision_position", "vision_embed"),
     "vision_query": ("vision_heads", "vision_embed"),
-    "vision_key": ("vision_heads", "vision_embed"),
-    "vision_value": ("vision_heads", "vision_embed"),
+    "vision_key": ("vision_kv_heads", "vision_embed"),
+    "vision_value": ("vision_kv_heads", "vision_embed"),
     "vision_output": ("vision_embed", "vision_heads"),
     "vision_up": ("vision_mlp", "vision_embed"),
     "vision_down": ("vision_embed", "vision_mlp"),
     "vision_query_bias": ("vision_heads",),
-    "vision_key_bias": ("vision_heads",),
-    "vision_value_bias": ("vision_heads",),
+    "vision_key_bias": ("vision_kv_heads",),
+    "vision_value_bias": ("vision_kv_heads",),
     "vision_output_bias": ("vision_embed",),
     "vision_up_bias": ("vision_mlp",),
     "vision_down_bias": ("vision_embed",),
@@ -115,6 +115,14 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "vision_frames_bias": ("vision_embed",),
     "vision_gate": ("vision_mlp", "vision_embed"),
     "vision_gate_bias": ("vision_mlp",),
+    "vision_pixels": ("vision_embed", "pixels"),
+    "vision_axis_positions": ("vision_axes", "vision_position", "vision_embed"),
+    "vision_query_norm": ("vision_head_dim",),
+    "vision_key_norm": ("vision_head_dim",),
+    "vision_attention_post_norm": ("vision_embed",),
+    "vision_mlp_post_norm": ("vision_embed",),
+    "vision_feature_bias": ("vision_embed",),
+    "vision_feature_gain": ("vision_embed",),
     "projector_norm": ("vision_embed",),
     "projector_norm_bias": ("vision_embed",),
     "projector_merged_norm": ("merged",),
@@ -173,12 +181,25 @@ for _name in ("first", "attention", "mlp", "last"):
     WEIGHT_AXES[f"vision_{_name}_norm"] = ("vision_embed",)
     WEIGHT_AXES[f"vision_{_name}_norm_bias"] = ("vision_embed",)
 
+VISION_MATRICES = tuple(
+    f"vision_{_name}" for _name in ("query", "key", "value", "output", "gate", "up", "down")
+)
 IMAGE_MATRICES = (
-    *(f"vision_{_name}" for _name in ("query", "key", "value", "output", "gate", "up", "down")),
+    *VISION_MATRICES,
     *("projector_in", "projector_out", "projector_merge", "projector_read"),
     "projector_matrix",
 )
 """Matrices of a tower and its projector, [outputs, inputs] as in files."""
+
+BOUNDS = ("_input_min", "_input_max", "_output_min", "_output_max")
+"""Suffixes of the names of numbers to which the inputs and the outputs of a tower's matrix are
+clipped; the prefix is the name of the matrix (Gemma 4). They may be infinite."""
+
+for _name in VISION_MATRICES:
+    WEIGHT_AXES |= {_name + _bound: () for _bound in BOUNDS}
+
+UNTRAINED = (*BOUNDS, "vision_feature_bias", "vision_feature_gain")
+"""Ends of the names of weights that are measured and not learned: they never train."""
 
 STACKED = ("layers", "reusing", "vision_layers", "vision_mergers")
 """Parts of the params whose leaves are stacked over the repetitions of a pattern of layers."""
@@ -191,11 +212,12 @@ FLOAT32 = ("router_correction_bias", "delta_decay_log", "delta_decay_bias")
 
 PLAIN_NORMS = (
     *("delta_norm", "projector_norm", "projector_merged_norm"),
-    *(f"vision_{_name}_norm" for _name in ("first", "attention", "mlp", "last")),
+    *(f"vision_{_name}_norm" for _name in ("first", "attention", "mlp", "last", "query", "key")),
+    *(f"vision_{_name}_post_norm" for _name in ("attention", "mlp")),
 )
 """Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
 
-ONES = ("delta_decay_bias", "layer_scalar", "router_gain")
+ONES = ("delta_decay_bias", "layer_scalar", "router_gain", "vision_feature_gain")
 """Weights that are 1 in a random model, beside the gains of norms."""
 
 RECURRENT = "linear"
@@ -596,20 +618,28 @@ class NormConfig:
     GLM-4, OLMo 2 and 3)."""
 
 
-IMAGE_TOKEN = re.compile(r"(image|video|vision(_start|_end)?|boi|eoi)_token_(id|index)")
-"""Names, in config.json, of the tokens that stand for images and videos in texts."""
+IMAGE_TOKEN = re.compile(
+    r"(image|video|audio|vision(_start|_end)?|boi|eoi|boa|eoa)_token_(id|index)"
+)
+"""Names, in config.json, of the tokens that stand for images, videos and sound in texts."""
 
 
 TILE_TOKEN = re.compile(r"<(row_\d+_col_\d+|global-img|fake_token_around_image)>")
 """Control tokens of Idefics3's tokenizers, which config.json does not name."""
 
 
-def image_tokens(vision: VisionConfig | QwenVisionConfig) -> set[int]:
-    """Return the ids of the tokens that stand for images and videos in texts, or around them."""
+def image_tokens(vision: VisionConfig | TableVisionConfig) -> set[int]:
+    """Return the ids of the tokens that stand for images, videos and sound in texts, or around
+    them."""
     source = json.loads(vision.source)
     named = {token_id for name, token_id in source.items() if IMAGE_TOKEN.fullmatch(name)}
     tiles = vision.tile_tokens if isinstance(vision, VisionConfig) else ()
     return {vision.image_token, *(vision.around or ()), *(named - {None}), *tiles}
+
+
+Written = Literal["all", "before", "token"]
+"""The tokens of an image in texts that chat templates write: all of them; the first alone, which
+stands before it (Gemma 3); or the one that stands for it alone (Gemma 4)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -654,12 +684,20 @@ class VisionConfig:
     """The ids of `TILE_TOKEN` in the tokenizer: they stand around the tiles of an image, and around
     the whole image (Idefics3)."""
     gap: str = ""
-    """The text before and behind these tokens. With one, chat templates write the first of them
-    alone (Gemma 3)."""
-    is_two_way: bool = False
-    """True if tokens of an image see the later ones of the same image (Gemma 3)."""
+    """The text before and behind these tokens (Gemma 3)."""
+    written: Written = "all"
+    two_way: tuple[str, ...] = ()
+    """The types of layers in which tokens of an image see the later ones of the same image (Gemma
+    3: all layers)."""
+    layer_input_token: int = 0
+    """See `TableVisionConfig`."""
     source: str = "{}"
     """The Hugging Face configuration around that of the text, as JSON."""
+
+    @property
+    def is_two_way(self) -> bool:
+        """True if there are such layers."""
+        return bool(self.two_way)
 
     @property
     def features_per_piece(self) -> int:
@@ -708,6 +746,13 @@ class VisionConfig:
         del pieces
         return None
 
+    def later_features(self, pieces: np.ndarray) -> np.ndarray:
+        """Return the number of later features of the same image [..., n P] for each feature of
+        pieces [..., n, C, H, W]."""
+        *outer, count = pieces.shape[:-3]
+        later = np.tile(np.arange(self.features_per_piece)[::-1], count)
+        return np.broadcast_to(later, (*outer, len(later)))
+
     def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
         """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
         if self.projector != "shuffled":
@@ -749,16 +794,17 @@ def _tiles(rows: int, columns: int, features: int) -> tuple[str | int, ...]:
     return (*tokens, f"{gap}{gap}{fake}<global-img>", features, fake)
 
 
-@dataclasses.dataclass(frozen=True)
-class QwenVisionConfig:
-    """A tower that reads images of any size, and its projector (see `models.qwen_vision`)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableVisionConfig:
+    """A tower that reads a table of the patches of images of any size (see `models.qwen_vision`).
+
+    A piece is the patches of one feature.
+    """
 
     patch_size: int
     """Height and width of a patch, in pixels."""
     merge_size: int
     """m: m x m patches become one feature."""
-    frames: int
-    """Frames of a patch. A picture is so many equal ones."""
     hidden_size: int
     mlp_size: int
     num_layers: int
@@ -769,6 +815,73 @@ class QwenVisionConfig:
     """The id of the token that stands for an image in texts, before it is replaced."""
     around: tuple[int, int]
     """The ids of the tokens before and behind an image in texts."""
+    deep_layers: tuple[int, ...] = ()
+    """The layers whose states DeepStack adds to the first layers of the text (Qwen3-VL)."""
+    rope_theta: float = 10_000.0
+    gap: str = ""
+    """See `VisionConfig.gap`."""
+    written: Written = "all"
+    two_way: tuple[str, ...] = ()
+    """See `VisionConfig.two_way`."""
+    layer_input_token: int = 0
+    """The id of the token whose own inputs of layers (`DecoderConfig.layer_input_size`) features
+    have."""
+    channels: int = 3
+    source: str = "{}"
+    """The Hugging Face configuration around that of the text, as JSON."""
+
+    @property
+    def is_two_way(self) -> bool:
+        """See `VisionConfig.is_two_way`."""
+        return bool(self.two_way)
+
+    @property
+    def features_per_piece(self) -> int:
+        """A piece is the patches of one feature."""
+        return 1
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of a piece (see `models.qwen_vision`)."""
+        return (3 + self.channels * (self.merge_size * self.patch_size) ** 2,)
+
+    def pieces_of_prompt(self, tokens: int) -> int:
+        """Return the number of pieces that the planner counts for a prompt: images fill it."""
+        return tokens
+
+    def later_features(self, pieces: np.ndarray) -> np.ndarray:
+        """Return the number of later features of the same image [..., n] for each piece."""
+        number, rows, columns = (pieces[..., i].astype(np.int32) for i in range(3))
+        return np.maximum(rows * columns - 1 - number, 0)
+
+    def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
+        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
+        patches = processor.get_number_of_image_patches(height, width)
+        return (patches // self.merge_size**2,)
+
+    def table(self, patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        """Return the pieces of an image of rows x columns features, whose patches [n, C p p] are
+        piece by piece."""
+        count = rows * columns
+        grid = np.tile(np.array([0, rows, columns], np.float32), (count, 1))
+        grid[:, 0] = np.arange(count)
+        return np.concatenate([grid, patches.reshape(count, -1)], axis=1)
+
+    def misfit(self, made: tuple[int, ...], grid: str) -> ValueError:
+        """Return the error for an image processor that makes other patches."""
+        return ValueError(
+            f"the image processor makes {made} numbers of {grid} patches, and the model's tower "
+            f"reads patches of {self.patch_size} x {self.patch_size} pixels, {self.merge_size} x "
+            f"{self.merge_size} of them together"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig(TableVisionConfig):
+    """The tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, and its projector."""
+
+    frames: int
+    """Frames of a patch. A picture is so many equal ones."""
     has_rms_norms: bool = False
     """True if norms have neither means nor biases (Qwen2.5-VL)."""
     is_gated: bool = False
@@ -782,25 +895,6 @@ class QwenVisionConfig:
     position_side: int | None = None
     """Height and width of the table of position embeddings, which is stretched over each image
     (Qwen3-VL). None: there is none."""
-    deep_layers: tuple[int, ...] = ()
-    """The layers whose states DeepStack adds to the first layers of the text (Qwen3-VL)."""
-    rope_theta: float = 10_000.0
-    gap: str = ""
-    """See `VisionConfig.gap`."""
-    is_two_way: bool = False
-    channels: int = 3
-    source: str = "{}"
-    """The Hugging Face configuration around that of the text, as JSON."""
-
-    @property
-    def features_per_piece(self) -> int:
-        """A piece is the patches of one feature."""
-        return 1
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """The shape of a piece (see `models.qwen_vision`)."""
-        return (3 + self.channels * (self.merge_size * self.patch_size) ** 2,)
 
     def sizes(self, text_size: int) -> dict[str, int]:
         """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
@@ -813,20 +907,11 @@ class QwenVisionConfig:
             "projector": merged,
         }
 
-    def pieces_of_prompt(self, tokens: int) -> int:
-        """Return the number of pieces that the planner counts for a prompt: images fill it."""
-        return tokens
-
     def advances(self, pieces: np.ndarray) -> np.ndarray:
         """Return the number of positions [..., n] from each feature to the next token: 0 inside of
         an image, and behind its last feature its longer side, in features."""
         number, rows, columns = (pieces[..., i].astype(np.int32) for i in range(3))
         return np.where(number == rows * columns - 1, np.maximum(rows, columns), 0)
-
-    def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
-        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
-        patches = processor.get_number_of_image_patches(height, width)
-        return (patches // self.merge_size**2,)
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
         """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
@@ -838,16 +923,67 @@ class QwenVisionConfig:
         of_patch = self.channels * self.patch_size**2
         shape = (count * self.merge_size**2, of_patch * self.frames)
         if frames != 1 or pixels.shape != shape:
-            raise ValueError(
-                f"the image processor makes {pixels.shape} numbers of {frames} x {height} x {width}"
-                f" patches, and the model's tower reads {shape}: patches of {self.patch_size} x "
-                f"{self.patch_size} pixels, {self.merge_size} x {self.merge_size} of them together"
-            )
+            raise self.misfit(pixels.shape, f"{frames} x {height} x {width}")
         # Of the equal frames of a patch one is kept.
         patches = pixels.reshape(-1, self.channels, self.frames, self.patch_size**2)[:, :, 0]
-        grid = np.tile(np.array([0, rows, columns], np.float32), (count, 1))
-        grid[:, 0] = np.arange(count)
-        return np.concatenate([grid, patches.reshape(count, -1)], axis=1), (count,)
+        return self.table(patches, rows, columns), (count,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4VisionConfig(TableVisionConfig):
+    """The tower of Gemma 4, and its projector (see `models.gemma4_vision`)."""
+
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    num_positions: int
+    """Rows and columns of patches that have a position embedding."""
+    is_clipped: bool = False
+    """True if inputs and outputs of the matrices of layers are clipped (`BOUNDS`; E2B and E4B)."""
+    is_standardized: bool = False
+    """True if features have a bias subtracted and are multiplied by a gain (31B and 26B-A4B)."""
+    has_audio: bool = False
+    """True if the files have a tower for sound, which is not read."""
+
+    def sizes(self, text_size: int) -> dict[str, int]:
+        """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
+        del text_size
+        return {
+            "vision_heads": self.num_heads * self.head_dim,
+            "vision_kv_heads": self.num_kv_heads * self.head_dim,
+            "vision_head_dim": self.head_dim,
+            "vision_axes": 2,
+            "vision_position": self.num_positions,
+            "pixels": self.channels * self.patch_size**2,
+            "merged_patches": self.hidden_size,
+        }
+
+    def advances(self, pieces: np.ndarray) -> None:
+        """Return None: each feature takes one position, as a word does."""
+        del pieces
+
+    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
+        """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
+        pixels = np.asarray(processed["pixel_values"], np.float32)[0]
+        places = np.asarray(processed["image_position_ids"])[0]
+        is_patch = (places >= 0).all(-1)
+        # Patches row by row, and then padding.
+        width, height = (int(size) for size in places[is_patch].max(0) + 1)
+        rows, columns = height // self.merge_size, width // self.merge_size
+        side = self.merge_size
+        if (
+            pixels.shape[1] != self.channels * self.patch_size**2
+            or is_patch.sum() != height * width
+            or (rows * side, columns * side) != (height, width)
+        ):
+            raise self.misfit(pixels.shape, f"{height} x {width}")
+        if max(height, width) > self.num_positions:
+            raise ValueError(
+                f"the image has {height} x {width} patches, and the model's tower has positions "
+                f"for {self.num_positions} in a row or a column"
+            )
+        patches = pixels[is_patch].reshape(rows, side, columns, side, -1).swapaxes(1, 2)
+        return self.table(patches, rows, columns), (rows * columns,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -921,7 +1057,7 @@ class DecoderConfig:
     multimodal: bool = False
     """True if the model was read from one with images (Gemma 3 and 4, Qwen3.5), whose modules have
     other names in transformers."""
-    vision: VisionConfig | QwenVisionConfig | None = None
+    vision: VisionConfig | QwenVisionConfig | Gemma4VisionConfig | None = None
     """The part that reads images. None: the model reads text alone."""
     source: str = "{}"
     """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
@@ -1050,6 +1186,7 @@ class DecoderConfig:
             sizes |= {
                 "vision_embed": self.vision.hidden_size,
                 "vision_heads": self.vision.hidden_size,
+                "vision_kv_heads": self.vision.hidden_size,
                 "vision_mlp": self.vision.mlp_size,
                 "channel": self.vision.channels,
                 "patch_row": self.vision.patch_size,

@@ -35,6 +35,7 @@ from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
     BLOCK_SCALE,
+    BOUNDS,
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
@@ -109,6 +110,8 @@ class Context(NamedTuple):
     """[B, T]: the ids, for layers that add to those of images; None if none does."""
     features: vision.Features | None = None
     """The features of images that tokens refer to (see `models.vision`)."""
+    image_queries: TokenIndex | None = None
+    """The queries of layers in which tokens of an image see all of it (`vision.two_way`)."""
     mixed: dict[str, Array] | None = None
     """See `types.MIXED_INPUTS`."""
     reused: LatestKeys | None = None
@@ -129,7 +132,7 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
     """
     if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
-    if name in ("vision_class", "vision_position"):
+    if name in ("vision_class", "vision_position", "vision_axis_positions"):
         return 1.0
     if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
@@ -171,6 +174,9 @@ def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Para
         has_gain = not config.norm.unit_offset or name in PLAIN_NORMS
         if (name.endswith("_norm") and has_gain) or name in ONES:
             return jnp.ones(leaf.shape, leaf.dtype)
+        if name.endswith(BOUNDS):
+            infinite = -jnp.inf if name.endswith("_min") else jnp.inf
+            return jnp.full(leaf.shape, infinite, leaf.dtype)
         part = jax.lax.slice(noise, (start,), (start + leaf.size,)).reshape(leaf.shape)
         if name == "delta_decay_log":
             uniform = jnp.maximum(jax.scipy.special.ndtr(part), 1e-3)
@@ -681,6 +687,10 @@ class Layer(Weights):
         sliding_window = config.sliding_window if self.layer_type == "sliding" else None
         sinks = self.weight("sink_bias") if config.sinks else None
         queries = context.queries
+        vision_config = self.config.vision
+        if context.image_queries is not None and vision_config is not None:
+            is_two_way = self.layer_type in vision_config.two_way
+            queries = context.image_queries if is_two_way else queries
         key_index = context.keys[self.layer_type]
         axes = PACKED if read_rows is None else CACHED
         token_shards = spread(axes.tokens, query.shape[1])
@@ -909,7 +919,9 @@ class Decoder(Weights):
 
         axes = _activation_axes(cache)
         scale = config.vocab.embedding_scale
-        words = tokens if config.vision is None else jnp.minimum(tokens, config.vocab.size - 1)
+        words = tokens
+        if config.vision is not None:
+            words = jnp.where(tokens < config.vocab.size, tokens, config.vision.layer_input_token)
         table = self.weight("embedding")
         x = _embed(table, words, scale, config.dtype, axes)
         if context.mixed is not None:
@@ -935,7 +947,7 @@ class Decoder(Weights):
                 length=length,
             )
 
-        inputs = self.layer_inputs(tokens, x, cache) if config.layer_input_size else None
+        inputs = self.layer_inputs(tokens, words, x, cache) if config.layer_input_size else None
 
         def inputs_of(first: int, count: int, repetitions: int | None = None) -> Array | None:
             """Return the own inputs of `count` layers from the `first` on, by repetition."""
@@ -986,15 +998,22 @@ class Decoder(Weights):
             usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *usages)
         return self.norm(x, "final_norm"), cache, usage
 
-    def layer_inputs(self, tokens: Array, x: Array, cache: Any) -> Array:
+    def layer_inputs(self, tokens: Array, words: Array, x: Array, cache: Any) -> Array:
         """Return the own inputs [L, B, T, P] of all layers, for tokens [B, T] whose scaled
-        embeddings are x [B, T, D]."""
+        embeddings are x [B, T, D].
+
+        `words` are the tokens, with `TableVisionConfig.layer_input_token` for features, which is
+        not trained there.
+        """
         config = self.config
         size = config.layer_input_size
         axes = _activation_axes(cache)
         # Only the rows of tokens are cast: the table may be larger than all layers.
         table = self._stored("layer_embedding")
-        embedded = _embed(table, tokens, size**0.5, x.dtype, axes)
+        embedded = _embed(table, words, size**0.5, x.dtype, axes)
+        if config.vision is not None:
+            is_word = (tokens < config.vocab.size)[..., None]
+            embedded = jnp.where(is_word, embedded, jax.lax.stop_gradient(embedded))
         projected = self.linear("btd,df->btf", x, "layer_inputs_projection", False)
         projected *= jnp.asarray(config.hidden_size**-0.5, x.dtype)
         projected = projected.reshape(*tokens.shape, -1, size)
@@ -1193,8 +1212,11 @@ def decoder(config: DecoderConfig) -> Model:
         features = None if images is None else vision.features(config, params, images)
         positions = vision.rotary_positions(config, tokens, token_index.positions, features)
         context = packed_context(config, token_index, key_tiles, paths, routing, positions)
-        queries = vision.two_way(config, tokens, token_index)
-        context = context._replace(queries=queries, features=features, mixed=mixed)
+        context = context._replace(
+            image_queries=vision.two_way(config, tokens, token_index, features),
+            features=features,
+            mixed=mixed,
+        )
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:
@@ -1259,8 +1281,8 @@ def decoder(config: DecoderConfig) -> Model:
             unwritten[MISSING_POSITIONS] = cache[MISSING_POSITIONS] + committed[None]
         positions = vision.rotary_positions(config, tokens, positions, features)
         context = cached_context(config, queries, views, lengths, commit, in_place, positions)
-        queries = vision.two_way(config, tokens, queries)
-        context = context._replace(queries=queries, features=features)
+        image_queries = vision.two_way(config, tokens, queries, features)
+        context = context._replace(image_queries=image_queries, features=features)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
         return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}

@@ -58,7 +58,8 @@ def weight_names(vision: QwenVisionConfig) -> tuple[list[str], list[str], list[s
         *gate,
         *biased("vision_up", "vision_down"),
     ]
-    return top, layer, biased("projector_merged_norm", "projector_merge", "projector_read")
+    deep = ("projector_merged_norm", "projector_merge", "projector_read")
+    return top, layer, biased(*deep) if vision.deep_layers else []
 
 
 class Grid(NamedTuple):
@@ -75,6 +76,11 @@ class Grid(NamedTuple):
     @property
     def column(self) -> Array:
         return self.number % jnp.maximum(self.columns, 1)
+
+    @property
+    def later(self) -> Array:
+        """The number of later features of the same image."""
+        return self.rows * self.columns - 1 - self.number
 
     @property
     def advance(self) -> Array:
@@ -101,11 +107,7 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
     top = params["vision"]
     unit = vision.merge_size**2
     count = len(pieces)
-    # Whole windows; pieces of zeros are images of their own.
-    multiple = (vision.window or 1) ** 2
-    if config.attention.kernel in ("tpu", "interpreted"):
-        multiple = math.lcm(multiple, -(-LANES // unit))
-    pieces = jnp.pad(pieces, ((0, -count % multiple), (0, 0)))
+    pieces = padded(config, pieces, unit, (vision.window or 1) ** 2)
     grid = grid_of(pieces)
     image = jnp.cumsum(grid.number == 0)
     order = None
@@ -133,7 +135,7 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
         x = x + _positions(vision, top["vision_position"], row, column, grid).astype(dtype)
     x = constrain(x[None], (*AXES, None))
     angles = _angles(vision, row, column)
-    of_images, of_windows = (_segments(jnp.repeat(ids, unit)) for ids in (image, window))
+    of_images, of_windows = (segments(jnp.repeat(ids, unit)) for ids in (image, window))
 
     def apply_layer(x: Array, step: tuple[Params, Array]) -> tuple[Array, None]:
         weights, is_full = step
@@ -176,6 +178,14 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
     return read, jnp.stack(deep) if deep else None
 
 
+def padded(config: DecoderConfig, pieces: Array, unit: int, multiple: int = 1) -> Array:
+    """Return pieces of `unit` patches each with others of zeros, which are images of their own: a
+    multiple of `multiple`, and whole blocks of the flash kernel if there is one."""
+    if config.attention.kernel in ("tpu", "interpreted"):
+        multiple = math.lcm(multiple, LANES // math.gcd(LANES, unit))
+    return jnp.pad(pieces, ((0, -len(pieces) % multiple), (0, 0)))
+
+
 def _positions(
     vision: QwenVisionConfig, table: Array, row: Array, column: Array, grid: Grid
 ) -> Array:
@@ -210,7 +220,7 @@ def _angles(vision: QwenVisionConfig, row: Array, column: Array) -> tuple[Array,
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _segments(ids: Array) -> tuple[TokenIndex, TokenIndex]:
+def segments(ids: Array) -> tuple[TokenIndex, TokenIndex]:
     """Return the indices of queries and keys [1, T] with which all patches of an image, or of a
     window, attend to each other. `ids` [T] are equal in a segment, whose patches are neighbors.
 
@@ -253,16 +263,29 @@ def _attention(
 ) -> Array:
     """Return the attention branch of normed patches x [1, T, E], each of which sees its image."""
     query, key, value = _heads(vision, weights, x, angles)
-    key, value = (part.swapaxes(1, 2) for part in (key, value))
-    scale = query.shape[-1] ** -0.5
-    kernel = config.attention.kernel
-    if kernel in ("tpu", "interpreted") and flash.is_supported(x.shape[1]):
-        flash_config = FlashConfig(scale=scale, interpret=kernel == "interpreted")
-        attended = flash.flash_attention(query, key, value, *index, flash_config, AXES)
-    else:
-        chunks = layers.score_chunks(query, key.shape[2], None, 4 * vision.num_heads)
-        attended = layers.attention(query, key, value, *index, scale=scale, chunks=chunks)
+    attended = attend(config, query, key, value, index, query.shape[-1] ** -0.5)
     return _linear(weights, attended.reshape(x.shape), "vision_output")
+
+
+def attend(
+    config: DecoderConfig,
+    query: Array,
+    key: Array,
+    value: Array,
+    index: tuple[TokenIndex, TokenIndex],
+    scale: float,
+) -> Array:
+    """Return the attention [1, T, H, head] of patches to those of their segment.
+
+    Keys and values are [1, T, K, head], and `index` is that of `segments`.
+    """
+    key, value = (part.swapaxes(1, 2) for part in (key, value))
+    kernel = config.attention.kernel
+    if kernel in ("tpu", "interpreted") and flash.is_supported(query.shape[1]):
+        flash_config = FlashConfig(scale=scale, interpret=kernel == "interpreted")
+        return flash.flash_attention(query, key, value, *index, flash_config, AXES)
+    chunks = layers.score_chunks(query, key.shape[2], None, 4 * query.shape[2])
+    return layers.attention(query, key, value, *index, scale=scale, chunks=chunks)
 
 
 def _window_attention(

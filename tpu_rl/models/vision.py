@@ -20,13 +20,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models import layers, qwen_vision
+from tpu_rl.models import gemma4_vision, layers, qwen_vision
 from tpu_rl.models.attention import flash
 from tpu_rl.models.attention.flash_kernels import LANES, FlashConfig
-from tpu_rl.models.config import DecoderConfig, QwenVisionConfig, VisionConfig
+from tpu_rl.models.config import (
+    DecoderConfig,
+    Gemma4VisionConfig,
+    QwenVisionConfig,
+    TableVisionConfig,
+    VisionConfig,
+)
 from tpu_rl.models.layers import ACTIVATIONS, ActivationAxes, TokenIndex
 from tpu_rl.train.sharding import constrain
 from tpu_rl.types import Array, Params
+
+TABLE_TOWERS: dict[type, Any] = {
+    QwenVisionConfig: qwen_vision,
+    Gemma4VisionConfig: gemma4_vision,
+}
+"""Configuration of a tower that reads images of any size -> its module."""
 
 TOP_WEIGHTS = (
     "vision_class",
@@ -77,13 +89,13 @@ def param_shapes(config: DecoderConfig) -> dict[str, Any]:
     def leaf(name: str, *stack: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*stack, *config.shape(name)), config.stored_dtype(name))
 
-    if isinstance(vision, QwenVisionConfig):
-        top, layer, merger = qwen_vision.weight_names(vision)
+    if isinstance(vision, TableVisionConfig):
+        top, layer, merger = TABLE_TOWERS[type(vision)].weight_names(vision)
         shapes = {
             TOP: {name: leaf(name) for name in top},
             LAYERS: {"layer_0": {name: leaf(name, vision.num_layers) for name in layer}},
         }
-        if not vision.deep_layers:
+        if not merger:
             return shapes
         mergers = {name: leaf(name, len(vision.deep_layers)) for name in merger}
         return shapes | {qwen_vision.MERGERS: {"layer_0": mergers}}
@@ -101,7 +113,7 @@ class Features(NamedTuple):
     deep: Array | None = None
     """[L, F, D]: what the first L layers of the text add (Qwen3-VL)."""
     grid: qwen_vision.Grid | None = None
-    """The places of features in their images, for texts that count them in rows and columns."""
+    """The places of features in their images, if these have any size."""
 
 
 def features(config: DecoderConfig, params: Params, images: Array) -> Features:
@@ -110,8 +122,8 @@ def features(config: DecoderConfig, params: Params, images: Array) -> Features:
     The pixels are those of the image processor: scaled and normalized.
     """
     vision = config.vision
-    if isinstance(vision, QwenVisionConfig):
-        states, deep = qwen_vision.features(config, params, images)
+    if isinstance(vision, TableVisionConfig):
+        states, deep = TABLE_TOWERS[type(vision)].features(config, params, images)
         return Features(states, deep, qwen_vision.grid_of(images))
     assert vision is not None
     return Features(_clip_features(config, vision, params, images))
@@ -238,18 +250,25 @@ def missing_positions(config: DecoderConfig, tokens: Array, features: Features |
     return jnp.where(index >= 0, features.grid.advance[jnp.maximum(index, 0)] - 1, 0)
 
 
-def two_way(config: DecoderConfig, tokens: Array, queries: TokenIndex) -> TokenIndex:
-    """Return the index of tokens [B, T] as queries, which see all of their own image.
+def two_way(
+    config: DecoderConfig, tokens: Array, queries: TokenIndex, features: Features | None
+) -> TokenIndex | None:
+    """Return the index of tokens [B, T] as queries, which see all of their own image; None if no
+    layer sees images so (`VisionConfig.two_way`), or there are none.
 
     A query sees keys up to its own place. The tokens of an image follow one another, so they all
     see the image, and nothing else behind themselves, if they have the place of its last token. An
     image that is cut ends where its text does.
     """
     vision = config.vision
-    if vision is None or not vision.is_two_way:
-        return queries
+    if vision is None or not vision.is_two_way or features is None:
+        return None
     place = tokens - config.vocab.size
-    last = queries.index + vision.features_per_piece - 1 - place % vision.features_per_piece
+    if features.grid is None:
+        later = vision.features_per_piece - 1 - place % vision.features_per_piece
+    else:
+        later = features.grid.later[jnp.maximum(place, 0)]
+    last = queries.index + later
     last = jnp.minimum(last, queries.visible_until - 1)
     return queries._replace(index=jnp.where(place >= 0, last, queries.index))
 

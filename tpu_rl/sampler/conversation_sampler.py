@@ -114,10 +114,13 @@ def part_length(tokens: list[int], chunk: int, whole_images: tuple[int, int] | N
 
     For `whole_images` see `ConversationSampler`. No image is longer than the chunk.
     """
-    if whole_images is None or len(tokens) <= chunk or tokens[chunk] < whole_images[0]:
-        return min(chunk, len(tokens))
-    first_id, length = whole_images
-    return chunk - (tokens[chunk] - first_id) % length
+    length = min(chunk, len(tokens))
+    if whole_images is None or length == len(tokens):
+        return length
+    # Texts stand between images.
+    while tokens[length] >= whole_images[0] and tokens[length - 1] >= whole_images[0]:
+        length -= 1
+    return length
 
 
 class ConversationSampler:
@@ -161,8 +164,8 @@ class ConversationSampler:
             stop_at: finds the end of a turn in its tokens.
             on_segment: called after each segment.
             weights: finds the weights that turns name. Without it, all turns read `params`.
-            whole_images: the first id of images and the tokens of each, if tokens of an image see
-                the later ones, so that it must be read at once (`ImageReader.whole_images`).
+            whole_images: the first id of images and the most tokens of one, if tokens of an image
+                see the later ones, so that it must be read at once (`ImageReader.whole_images`).
             images: those that conversations show, for a policy that reads them. A turn may not
                 begin right after an image.
 

@@ -18,6 +18,7 @@ import binascii
 import functools
 import io
 import json
+import math
 import re
 import struct
 import warnings
@@ -69,6 +70,11 @@ class Tower(Protocol):
         """See `models.config.VisionConfig.gap`."""
         ...
 
+    @property
+    def written(self) -> str:
+        """See `models.config.Written`."""
+        ...
+
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:
         """Return the number of positions [..., F] that each feature of pieces [..., n, ...] takes;
         None if each takes one, as a word does."""
@@ -76,7 +82,12 @@ class Tower(Protocol):
 
     @property
     def is_two_way(self) -> bool:
-        """True if tokens of a piece see the later ones of the same piece."""
+        """True if tokens of an image see the later ones of the same image, in some layers."""
+        ...
+
+    def later_features(self, pieces: np.ndarray) -> np.ndarray:
+        """Return the number of later features of the same image [..., F] for each feature of pieces
+        [..., n, ...]."""
         ...
 
     def layout(self, height: int, width: int, processor: Any) -> Layout:
@@ -131,10 +142,12 @@ class ImageReader:
 
     @property
     def whole_images(self) -> tuple[int, int] | None:
-        """The first id of images and the tokens of each, if their tokens see later ones of the same
-        image; None if each token sees earlier ones alone."""
-        is_two_way = self.tower.is_two_way
-        return (self.first_id, self.tower.features_per_piece) if is_two_way else None
+        """The first id of images and the most tokens of one, if their tokens see later ones of the
+        same image; None if each token sees earlier ones alone."""
+        if not self.tower.is_two_way:
+            return None
+        in_piece = self.tower.features_per_piece
+        return self.first_id, getattr(self.processor(), "max_soft_tokens", in_piece)
 
     def expand(
         self,
@@ -196,8 +209,9 @@ class ImageReader:
         text = text.replace(MARK, shown)
         if self.written in ("", self.literal):
             return text
-        rest = self.literal.removeprefix(self.written)
-        pattern = f"{re.escape(self.written)}(?!{re.escape(rest)}|[\ue000-\uf8ff])"
+        before, _, after = map(re.escape, self.literal.partition(self.written))
+        preceded = f"(?<!{before})" if before else ""
+        pattern = f"{preceded}{re.escape(self.written)}(?!{after}|[\ue000-\uf8ff])"
         return re.sub(pattern, lambda _: shown, text)
 
     def count(self, ids: Sequence[int]) -> int:
@@ -458,7 +472,8 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
             "the model's image processor has no least or most number of pixels",
             where=f"{where}; {directory}",
             why=f"{type(processor).__name__} scales images by other rules",
-            fix="leave it out, or set `size` in preprocessor_config.json",
+            fix="leave it out, or set `size` (`max_soft_tokens` of Gemma 4) in "
+            "preprocessor_config.json",
         )
     if changed:
         processor = type(processor).from_dict(processor.to_dict() | changed)
@@ -470,6 +485,23 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
                 why="one of the numbers may be that of preprocessor_config.json",
                 fix="set both --data.min-pixels and --data.max-pixels",
             )
+    if hasattr(processor, "max_soft_tokens"):
+        processor.get_number_of_image_patches = functools.partial(_gemma4_patches, processor)
     if hasattr(processor, "return_row_col_info"):
         processor.return_row_col_info = True  # Texts name the rows and columns of tiles.
     return processor
+
+
+def _gemma4_patches(processor: Any, height: int, width: int) -> int:
+    """Return the number of patches that Gemma 4's image processor makes of an image of so many
+    pixels, by its own rule. Raises ValueError if it makes none."""
+    from transformers.models.gemma4 import image_processing_pil_gemma4
+
+    scaled = image_processing_pil_gemma4.get_aspect_ratio_preserving_size(
+        height,
+        width,
+        processor.patch_size,
+        processor.max_soft_tokens * processor.pooling_kernel_size**2,
+        processor.pooling_kernel_size,
+    )
+    return math.prod(size // processor.patch_size for size in scaled)

@@ -109,13 +109,14 @@ def with_images(
         )
     before, after = (texts[known] for known in around) if around else ("", "")
     literal = f"{before}{texts[token_id]}{after}"
+    written = {"all": literal, "before": before, "token": texts[token_id]}
     reader = ImageReader(
         str(directory),
         token_id,
         literal,
         first_id,
         tower,
-        written=before if tower.gap else literal,
+        written=written[tower.written],
         folder=str(folder),
         unsampled=unsampled,
     )

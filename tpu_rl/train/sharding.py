@@ -65,8 +65,12 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "rank": (),
     "vision_embed": ("fsdp", "expert", "context"),
     "vision_heads": ("tensor",),
+    "vision_kv_heads": ("tensor",),
+    "vision_head_dim": (),
+    "vision_axes": (),
     "vision_mlp": ("tensor",),
     "vision_position": (),
+    "pixels": (),
     "channel": (),
     "patch_row": (),
     "patch_column": (),
@@ -88,7 +92,7 @@ SAMPLING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
     **dict.fromkeys(("rows", "slots"), ("data",)),
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"), ("tensor",)),
     **dict.fromkeys(("delta_key_heads", "delta_value_heads"), ("tensor",)),
-    **dict.fromkeys(("vision_heads", "vision_mlp", "projector"), ("tensor",)),
+    **dict.fromkeys(("vision_heads", "vision_kv_heads", "vision_mlp", "projector"), ("tensor",)),
     "experts": ("data", "tensor"),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a sampling mesh.

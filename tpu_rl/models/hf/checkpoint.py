@@ -25,6 +25,7 @@ from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 from tpu_rl.models import lora, quantization
 from tpu_rl.models.config import (
+    BOUNDS,
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
@@ -428,7 +429,17 @@ def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
 
 @jax.jit
 def _all_finite(params: Params) -> Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+    leaves = jax.tree.leaves_with_path(params)
+    return jnp.stack(
+        [jnp.isfinite(_checked(path[-1].key, leaf)).all() for path, leaf in leaves]
+    ).all()
+
+
+def _checked(name: str, weight: Any) -> Any:
+    """Return what must be finite of a weight; bounds are infinite where nothing is clipped."""
+    if not name.replace(".", "_").endswith(BOUNDS):
+        return weight
+    return jnp.where(jnp.isinf(weight), 0, weight)
 
 
 def _require_finite(
@@ -440,7 +451,11 @@ def _require_finite(
     """
     if _all_finite(params):
         return
-    names = [name for name, tensor in stored.items() if not np.isfinite(tensor.read()).all()]
+    names = [
+        name
+        for name, tensor in stored.items()
+        if not np.isfinite(_checked(name, tensor.read())).all()
+    ]
     raise InputError(
         f"{len(names)} of {len(stored)} tensors hold NaN or infinity",
         where=str(directory),

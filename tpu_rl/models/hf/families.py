@@ -587,7 +587,7 @@ VISION = {
 }
 """`model_type` of a model that always reads images -> defaults of the language model inside."""
 
-OPTIONAL_VISION = ("gemma3",)
+OPTIONAL_VISION = ("gemma3", "gemma4")
 """Those of `MULTIMODAL` whose images can be read. Without images nothing of it is loaded."""
 
 

@@ -217,10 +217,3 @@ def plain_name(name: str) -> str | None:
     """Return the name as `weights` has it, for newer and older files; None: not of vision."""
     plain = name.removeprefix("model.")
     return plain if plain.startswith("visual.") else None
-
-
-def written_name(name: str) -> str:
-    """Return the name that transformers gives a tensor of the text or of vision."""
-    if name.startswith("visual."):
-        return f"model.{name}"
-    return name.replace("model.", "model.language_model.", 1) if "model." in name[:6] else name

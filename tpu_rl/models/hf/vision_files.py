@@ -1,5 +1,5 @@
 """The vision parts of Hugging Face directories: LLaVA with a tower of CLIP or SigLIP, Gemma 3,
-Idefics3 and SmolVLM; see `qwen_vision_files` for the family of Qwen."""
+Idefics3 and SmolVLM; see `qwen_vision_files` and `gemma4_vision_files` for others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from typing import Any, Literal
 
 from tpu_rl.errors import InputError
 from tpu_rl.models import vision
-from tpu_rl.models.config import QwenVisionConfig, VisionConfig
-from tpu_rl.models.hf import qwen_vision_files
+from tpu_rl.models.config import (
+    Gemma4VisionConfig,
+    QwenVisionConfig,
+    TableVisionConfig,
+    VisionConfig,
+)
+from tpu_rl.models.hf import gemma4_vision_files, qwen_vision_files
+
+AnyVisionConfig = VisionConfig | QwenVisionConfig | Gemma4VisionConfig
+
+TABLE_FILES: dict[type, Any] = {
+    QwenVisionConfig: qwen_vision_files,
+    Gemma4VisionConfig: gemma4_vision_files,
+}
+"""Configuration of a tower that reads images of any size -> the module of its files."""
 
 IDEFICS = ("idefics3", "smolvlm")
 
@@ -104,9 +117,7 @@ before."""
 LARGEST_SIZE = 65_536
 
 
-def read_vision(
-    source: Mapping[str, Any], text_size: int, where: str
-) -> VisionConfig | QwenVisionConfig:
+def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVisionConfig:
     """Return the vision part of a configuration whose text has `text_size` dimensions.
 
     Raises:
@@ -114,6 +125,8 @@ def read_vision(
     """
     if source["model_type"] in qwen_vision_files.TOWERS:
         return qwen_vision_files.read_vision(source, text_size, where)
+    if source["model_type"] == "gemma4":
+        return gemma4_vision_files.read_vision(source, where)
     model_type = source["model_type"]
     tower = source.get("vision_config")
     kind = tower.get("model_type") if isinstance(tower, Mapping) else None
@@ -223,7 +236,8 @@ def read_vision(
         if model_type == "gemma3"
         else None,
         gap="\n\n" if model_type == "gemma3" else "",
-        is_two_way=model_type == "gemma3",
+        written="before" if model_type == "gemma3" else "all",
+        two_way=("full", "sliding") if model_type == "gemma3" else (),
         source=json.dumps(outer, sort_keys=True),
     )
 
@@ -251,13 +265,15 @@ def plain_name(name: str) -> str | None:
         return None
     if plain.startswith(("vision_tower.", "multi_modal_projector.")):
         return plain
-    return qwen_vision_files.plain_name(name)
+    return gemma4_vision_files.plain_name(name) or qwen_vision_files.plain_name(name)
 
 
-def written_name(config: VisionConfig | QwenVisionConfig, name: str) -> str:
+def written_name(config: AnyVisionConfig, name: str) -> str:
     """Return the name that files have for a tensor of a model that reads images."""
-    if isinstance(config, QwenVisionConfig):
-        return qwen_vision_files.written_name(name)
+    if isinstance(config, TableVisionConfig):
+        if TABLE_FILES[type(config)].plain_name(name):
+            return f"model.{name}"
+        return name.replace("model.", "model.language_model.", 1) if "model." in name[:6] else name
     if text_prefix(config) == FILE_NAMES["model."]:
         for plain, prefix in FILE_NAMES.items():
             if name.startswith(plain):
@@ -266,20 +282,18 @@ def written_name(config: VisionConfig | QwenVisionConfig, name: str) -> str:
     return name if plain_name(name) else f"language_model.{name}"
 
 
-def text_prefix(config: VisionConfig | QwenVisionConfig | None) -> str:
+def text_prefix(config: AnyVisionConfig | None) -> str:
     """Return the beginning of the names that the text's modules have in transformers."""
     is_idefics = config is not None and json.loads(config.source)["model_type"] in IDEFICS
     return FILE_NAMES["model."] if is_idefics else "model.language_model."
 
 
-def weights(
-    config: VisionConfig | QwenVisionConfig,
-) -> list[tuple[str, str, tuple[str, ...], int | None]]:
+def weights(config: AnyVisionConfig) -> list[tuple[str, str, tuple[str, ...], int | None]]:
     """Return (name in files, name, path in the params, layer or None) of each vision weight, in
     order. Weights with the same name in files are one tensor there: the rows of the first weight
     come first."""
-    if isinstance(config, QwenVisionConfig):
-        return qwen_vision_files.weights(config)
+    if isinstance(config, TableVisionConfig):
+        return TABLE_FILES[type(config)].weights(config)
     top = [(name, (vision.TOP,), None) for name in vision.TOP_WEIGHTS if name not in config.absent]
     layers = [
         (name, (vision.LAYERS, "layer_0"), layer)
