@@ -111,13 +111,15 @@ def test_few_numbers_of_images_occur():
 
 
 def test_tiles_list_the_rest_of_an_image():
-    tower: Any = SimpleNamespace(features_per_piece=5, is_two_way=True)
+    # Images of any size: both have five features, each a piece.
+    later = np.array([[[4, 3, 2, 1, 0] * 2]])
+    tower: Any = SimpleNamespace(later_features=lambda pieces: later)
     reader = ImageReader("", 4, "<image>", first_id=10, tower=tower)
     # Tiles of four tokens; images in slots 2 to 6 and 9 to 13.
     tokens = np.array([[1, 2, *range(10, 15), 3, 3, *range(15, 20), 5, 5]])
     key_tiles = np.where(np.tri(4) > 0, np.arange(4), -1)[None, None, None]
     source = np.arange(16).reshape(1, 1, 1, 16)
-    layout: Any = SimpleNamespace(key_tiles=key_tiles, source=source)
+    layout: Any = SimpleNamespace(key_tiles=key_tiles, source=source, images=None)
     listed = _with_rest_of_images(layout, tokens, reader)[0, 0, 0]
     assert [sorted({*row} - {-1}) for row in listed.tolist()] == [
         *([0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3])

@@ -105,12 +105,14 @@ def test_values_and_gradients_equal_dense_attention(rows, how, kv_heads, small_b
 @pytest.mark.parametrize("how", ["plain", "window"])
 def test_tokens_see_the_rest_of_their_image_in_later_blocks(how, small_blocks):
     tower = SimpleNamespace(is_two_way=True, features_per_piece=150)
+    features: Any = SimpleNamespace(grid=None)
     config: Any = SimpleNamespace(vision=tower, vocab=SimpleNamespace(size=1000))
     key, value = (heads(seed, 2, 384).swapaxes(1, 2) for seed in (1, 2))
     slots = ROWS["shared prompts"]
     tokens = np.zeros(slots.index.shape, np.int32)
     tokens[:, 3:153] = tokens[:, 155:305] = np.arange(1000, 1150)
-    queries = two_way(config, jnp.asarray(tokens), slots)
+    queries = two_way(config, jnp.asarray(tokens), slots, features)
+    assert queries is not None
     assert np.asarray(queries.index > slots.index).sum() > 100
     require_alike(*both(heads(0, 4, 384), key, value, queries, slots, CONFIGS_BY_NAME[how]))
 

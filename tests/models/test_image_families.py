@@ -18,7 +18,7 @@ from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.decoder import param_shapes
-from tpu_rl.models.vision import two_way
+from tpu_rl.models.vision import Features, two_way
 from tpu_rl.sampler import SamplerConfig, SegmentConfig
 from tpu_rl.sampler.conversation_sampler import ConversationSampler, TurnRequest, part_length
 from tpu_rl.types import FEATURES
@@ -237,7 +237,8 @@ def test_queries_of_an_image_have_the_place_of_its_last_token():
     tokens = jnp.array([[3, 24, 25, 26, 27, 5], [3, 4, 5, 20, 21, 22]])
     index = 7 + jnp.arange(6)[None] + 0 * tokens
     queries = layers.TokenIndex(index, index, 0 * tokens + 1, 0 * tokens + 13)
-    seen = two_way(config, tokens, queries)
+    seen = two_way(config, tokens, queries, Features(jnp.zeros((8, 16))))
+    assert seen is not None
     assert seen.index.tolist() == [[7, 11, 11, 11, 11, 12], [7, 8, 9, 12, 12, 12]]
     mask = layers.attention_mask(seen, queries, sliding_window=3)
     # In a sliding window, too, the image sees all of itself, and no text that is further back.
@@ -377,7 +378,7 @@ def test_names_of_published_files_are_read(tmp_path, config, names):
         (changed(SMOLVLM, {"image_size": 19 * 4}, scale_factor=1), "image_size"),
         (changed(GEMMA, {"model_type": "clip"}), "vision tower is not supported"),
         (changed(GEMMA, {"image_size": [16, 16]}), "image_size"),
-        (GEMMA | {"model_type": "gemma4"}, "reads no images"),
+        (GEMMA | {"model_type": "gemma4_unified"}, "reads no images"),
     ],
 )
 def test_what_would_be_wrong_is_refused(config, message):
@@ -386,11 +387,11 @@ def test_what_would_be_wrong_is_refused(config, message):
 
 
 def test_a_part_of_a_text_ends_before_an_image_that_does_not_fit():
-    ids = [*range(10), *range(24, 28), *range(28, 32), 5]
+    ids = [*range(10), *range(24, 28), 6, *range(28, 32), 5]
     run = (20, 4)
     assert part_length(ids, 16, None) == 16
-    assert [part_length(ids, chunk, run) for chunk in (9, 10, 11, 13, 14, 16, 17, 18, 64)] == [
-        *(9, 10, 10, 10, 14, 14, 14, 18, 19)
+    assert [part_length(ids, chunk, run) for chunk in (9, 10, 11, 13, 14, 15, 17, 18, 19, 64)] == [
+        *(9, 10, 10, 10, 14, 15, 15, 15, 19, 20)
     ]
 
 

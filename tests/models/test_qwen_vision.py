@@ -84,7 +84,7 @@ def test_frequencies_turn_with_time_rows_or_columns():
 
 def test_patches_see_all_of_their_segment_and_no_other():
     ids = jnp.array([1, 1, 1, 2, 3, 3])
-    mask = attention_mask(*qwen_vision._segments(ids), None)[0]
+    mask = attention_mask(*qwen_vision.segments(ids), None)[0]
     np.testing.assert_array_equal(mask, ids[:, None] == ids[None])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fixtures.gemma4_models import write_gemma4
 from tests.fixtures.image_models import write_gemma, write_idefics
 from tests.fixtures.qwen_models import write_inputs
 from tpu_rl import models, tokenizers
@@ -16,6 +17,7 @@ from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers.images import MARK
 
+PATCHES = ("pixel_values", "image_position_ids")
 SIZES = [(32, 32), (100, 30), (31, 97), (200, 200), (5, 7)]
 
 
@@ -37,11 +39,15 @@ def processor_of(directory, config):
     from transformers import (
         AutoImageProcessor,
         Gemma3Processor,
+        Gemma4Processor,
         Idefics3Processor,
         PreTrainedTokenizerFast,
     )
 
     extra = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    if config.vision.written == "token":
+        extra = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}
+        extra |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
     is_gemma = config.vision.around is not None
     backend = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
@@ -53,6 +59,13 @@ def processor_of(directory, config):
     pixels = AutoImageProcessor.from_pretrained(directory, backend="pil")
     count = config.vision.features_per_piece
     template = json.loads((directory / "tokenizer_config.json").read_text())["chat_template"]
+    if config.vision.written == "token":
+        # Without the processors of videos and of sound, which need torch.
+        class PictureProcessor(Gemma4Processor):
+            def check_argument_for_proper_class(self, argument_name, argument):
+                return type(argument)
+
+        return PictureProcessor(None, pixels, backend, None, template)
     if is_gemma:
         return Gemma3Processor(pixels, backend, template, image_seq_length=count)
     return Idefics3Processor(pixels, backend, image_seq_len=count, chat_template=template)
@@ -91,6 +104,35 @@ def test_ids_and_pixels_are_those_of_the_processor(tmp_path, write):
             np.testing.assert_array_equal(ours.pieces, pixels)
             features = [i - config.vocab.size for i in ours.ids if i >= config.vocab.size]
             assert features == [*range(len(pixels) * config.vision.features_per_piece)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["large", "small"])
+def test_ids_and_patches_are_those_of_gemma_4(tmp_path, name):
+    write_gemma4(tmp_path, name)
+    tokenizer, config = reader_of(tmp_path)
+    processor: Any = processor_of(tmp_path, config)
+    for texts in (["", "What?"], ["a\n", "\nb"], ["", "", "\n\nx"]):
+        for start in range(len(SIZES) - 1):
+            images = pictures()[start : start + len(texts) - 1]
+            ours = tokenizer.encode_row(row_of(texts, images))
+            messages = [{"role": "user", "content": parts_of(texts)}]
+            text = processor.apply_chat_template(messages, add_generation_prompt=True)
+            theirs = processor(images=[images], text=[text], return_tensors="np")
+            ids = [config.vision.image_token if i >= config.vocab.size else i for i in ours.ids]
+            assert ids == theirs["input_ids"][0].tolist()
+            pieces = [
+                config.vision.pieces({key: theirs[key][[i]] for key in PATCHES})[0]
+                for i in range(len(images))
+            ]
+            np.testing.assert_array_equal(ours.pieces, np.concatenate(pieces))
+    random = np.random.default_rng(1)
+    sizes = [(24, 40), (1, 200), (200, 1), *random.integers(1, 150, (24, 2)).tolist()]
+    blank = [Image.new("RGB", tuple(size)) for size in sizes]
+    layouts = tokenizer.images.layouts(blank)
+    assert layouts == tokenizer.images.read(blank)[1]
+    assert max(count for (count,) in layouts) <= 70
+    assert tokenizer.images.whole_images == ((config.vocab.size, 70) if name == "large" else None)
 
 
 def parts_of(texts):

@@ -173,10 +173,13 @@ def test_every_weight_is_a_matrix_or_left_out():
         "decay_log",
         "_gain",
         "_scalar",
+        "_min",
+        "_max",
         "shared_router",
     )
     tables = ("embedding", "layer_embedding", "unembedding", "score")
     of_images = ("vision_class", "vision_patch", "vision_frames", "vision_position")
+    of_images += ("vision_pixels", "vision_axis_positions")
     assert left_out == {*tables, *of_images} | {
         name for name in WEIGHT_AXES if name.endswith(vectors)
     }

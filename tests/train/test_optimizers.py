@@ -74,7 +74,9 @@ def test_weight_decay_knows_the_decoders_names():
         if not decays
     }
     norms_and_biases = {name for name in WEIGHT_AXES if "norm" in name or "bias" in name}
-    assert spared == norms_and_biases | {"delta_decay_log", "layer_scalar", "router_gain"}
+    others = {"delta_decay_log", "layer_scalar", "router_gain", "vision_feature_gain"}
+    bounds = {name for name in WEIGHT_AXES if name.endswith(("_min", "_max"))}
+    assert spared == norms_and_biases | others | bounds
     assert {"embedding", "query", "down"}.isdisjoint(spared)
 
 

@@ -160,6 +160,24 @@ def _qwen25_vl(sizes: dict[str, Any], tied: bool) -> dict[str, Any]:
     }
 
 
+def _with_gemma4_tower(text: dict[str, Any]) -> dict[str, Any]:
+    """Return a Gemma 4 with the tower that --model.images reads."""
+    if text["hidden_size_per_layer_input"]:
+        tower: dict[str, Any] = {"use_clipped_linears": True}
+    else:
+        tower = {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 72,
+            "standardize": True,
+        }
+        text = text | {"use_bidirectional_attention": "vision"}
+    return {"model_type": "gemma4", "text_config": text, "vision_config": tower}
+
+
 def _gemma4(sizes: dict[str, Any], full_kv_heads: int, **others: Any) -> dict[str, Any]:
     return (
         sizes
@@ -186,6 +204,7 @@ def _small_gemma4(
         "use_double_wide_mlp": is_double_wide,
         "sliding_window": 512,
         "final_logit_softcapping": 30.0,
+        "hidden_size_per_layer_input": 256,
     }
 
 
@@ -263,19 +282,25 @@ SHAPES: Mapping[str, dict[str, Any]] = {
             scalar=168,
         )
     ),
-    "Gemma-4-E2B": _small_gemma4(_sizes(1536, 6144, 35, 8, 1, 262_144), 5, 20, is_double_wide=True),
-    "Gemma-4-E4B": _small_gemma4(_sizes(2560, 10_240, 42, 8, 2, 262_144), 6, 18),
+    "Gemma-4-E2B": _with_gemma4_tower(
+        _small_gemma4(_sizes(1536, 6144, 35, 8, 1, 262_144), 5, 20, is_double_wide=True)
+    ),
+    "Gemma-4-E4B": _with_gemma4_tower(
+        _small_gemma4(_sizes(2560, 10_240, 42, 8, 2, 262_144), 6, 18)
+    ),
     "Gemma-4-12B": _gemma4(
         _sizes(3840, 15_360, 48, 16, 8, 262_144), 1, model_type="gemma4_unified_text"
     ),
-    "Gemma-4-31B": _gemma4(_sizes(5376, 21_504, 60, 32, 16, 262_144), 4),
-    "Gemma-4-26B-A4B": _gemma4(
-        _sizes(2816, 2112, 30, 16, 8, 262_144),
-        2,
-        enable_moe_block=True,
-        num_experts=128,
-        top_k_experts=8,
-        moe_intermediate_size=704,
+    "Gemma-4-31B": _with_gemma4_tower(_gemma4(_sizes(5376, 21_504, 60, 32, 16, 262_144), 4)),
+    "Gemma-4-26B-A4B": _with_gemma4_tower(
+        _gemma4(
+            _sizes(2816, 2112, 30, 16, 8, 262_144),
+            2,
+            enable_moe_block=True,
+            num_experts=128,
+            top_k_experts=8,
+            moe_intermediate_size=704,
+        )
     ),
     "SmolLM3-3B": _of("smollm3", _sizes(2048, 11_008, 36, 16, 4, 128_256), tied=True),
     "OLMo-2-0425-1B": _of("olmo2", _sizes(2048, 8192, 16, 16, 16, 100_352)),

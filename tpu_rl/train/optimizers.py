@@ -16,8 +16,8 @@ from tpu_rl.errors import InputError
 from tpu_rl.ranges import CountOrNone, In, NotNegative, Share
 
 UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log", "_gain", "_scalar", "_min", "_max")
-"""Weight decay skips leaves whose names end like this: norms, biases, bounds, and what the decays of
-linear attention are made of."""
+"""Weight decay skips leaves whose names end like this: norms, biases, bounds, and what the decays
+of linear attention are made of."""
 
 LEARNING_RATES = (1e-12, 1e2)
 """The smallest and the largest learning rate. A smaller one changes no weight of 1e-4 in float32,
