@@ -48,7 +48,9 @@ def random_params(config):
         name = path[-1].key
         noise = random.normal(size=shape.shape)
         if name.endswith(("_min", "_max")):
-            return jnp.asarray((1 + 0.2 * noise) * (1 if name.endswith("_max") else -1), jnp.float32)
+            return jnp.asarray(
+                (1 + 0.2 * noise) * (1 if name.endswith("_max") else -1), jnp.float32
+            )
         is_gain = name.endswith(("_norm", "_gain", "_scalar"))
         scale = 0.2 if is_gain or name.endswith("_bias") else max(shape.shape[-1:]) ** -0.5
         return jnp.asarray(is_gain + scale * noise, jnp.float32)

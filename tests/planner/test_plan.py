@@ -125,6 +125,18 @@ def test_a_gemma_3_has_the_parameters_of_its_checkpoint_with_the_tower():
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 4_300_079_472
 
 
+@pytest.mark.parametrize(
+    ("name", "weights", "measured"),
+    [("Gemma-4-E2B", 4_797_113_600, 35 + 16 * 28), ("Gemma-4-31B", 31_273_086_512, 60 + 2 * 1152)],
+)
+def test_a_gemma_4_has_the_parameters_of_transformers_with_the_tower(name, weights, measured):
+    """Numbers that do not train are no parameters there: one of each layer of the text, and of each
+    layer of the tower, or bias and gain of features."""
+    model = models.from_config(known_models.SHAPES[name], images=True)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == weights + measured
+
+
 def test_known_models_are_found_by_hub_id():
     assert (
         known_models.find("meta-llama/Llama-3.1-8B-Instruct") is known_models.SHAPES["Llama-3.1-8B"]

@@ -95,7 +95,7 @@ class ModelConfig:
     computed again. none: nothing, but experts that several devices share."""
     lora: LoraConfig = LoraConfig()
     images: bool = False
-    """Read images with a Gemma 3 that has a tower, which is a text model otherwise. Models of other
+    """Read images with a Gemma 3 or 4 that has a tower, a text model otherwise. Models of other
     families that read images (LLaVA, Idefics3, SmolVLM) always do."""
     freeze: tuple[Literal["vision", "projector"], ...] = ()
     """Parts of a model that reads images which do not train. vision: the tower. projector: what

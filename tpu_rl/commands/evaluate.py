@@ -116,7 +116,7 @@ class Flags:
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The default is the run's."""
     images: bool = False
-    """Read images with a model directory of Gemma 3, as --model.images in training."""
+    """Read images with a model directory of Gemma 3 or 4, as --model.images in training."""
     reward: tuple[str, ...] = ()
     """Terms as in training. Above 0.5 of the first reward is correct, and the mean of each is
     reported. The default are the rewards that the preset or run measures; for a model and a file

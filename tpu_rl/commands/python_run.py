@@ -49,7 +49,7 @@ class Run:
 
         Args:
             dtype: the type of the weights and of the computation.
-            images: read images with a Gemma 3, as --model.images does.
+            images: read images with a Gemma 3 or 4, as --model.images does.
         """
         from tpu_rl import models, tokenizers
 

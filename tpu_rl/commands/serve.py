@@ -77,7 +77,7 @@ class Flags:
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The default is the run's."""
     images: bool = False
-    """Read images with a model directory of Gemma 3, as --model.images in training."""
+    """Read images with a model directory of Gemma 3 or 4, as --model.images in training."""
     min_pixels: int | None = None
     """The least pixels that images are scaled to, as --data.min-pixels in training. The default is
     the run's, or that of the model's preprocessor_config.json."""

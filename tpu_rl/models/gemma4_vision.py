@@ -63,7 +63,10 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
     x = constrain(x[None], (*AXES, None))
 
     frequencies = layers.rope_frequencies(RopeConfig(vision.rope_theta), vision.head_dim // 2)
-    turns = [place.astype(jnp.float32)[None, :, None] * frequencies for place in (column, row)]
+    turns = [
+        place.astype(jnp.float32)[None, :, None] * frequencies[None, None]
+        for place in (column, row)
+    ]
     angles = [(jnp.cos(turn), jnp.sin(turn)) for turn in turns]
     index = segments(jnp.repeat(jnp.cumsum(grid.number == 0), side**2))
 

@@ -301,7 +301,7 @@ class Tokenizer:
                 f"the row has {len(sources)} images, and the model reads texts only",
                 where="column `images`",
                 why="a prompt means something else without its images",
-                fix="use a model that reads images (Gemma 3 with --model.images, LLaVA), or "
+                fix="use a model that reads images (Gemma 3 or 4 with --model.images, LLaVA), or "
                 "drop the column",
             )
         if len(sources) != places:

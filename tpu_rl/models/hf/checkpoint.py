@@ -85,7 +85,7 @@ def from_config(
             PEFT adapter it is the adapter's base model.
         dtype: the compute dtype.
         param_dtype: the dtype that weights are stored in (None: `dtype`).
-        images: read images with a model that is a text model otherwise (Gemma 3).
+        images: read images with a model that is a text model otherwise (Gemma 3 and 4).
 
     Raises:
         InputError: the architecture is not supported, there is no readable config.json, or the
