@@ -52,8 +52,10 @@ def random_params(config):
                 (1 + 0.2 * noise) * (1 if name.endswith("_max") else -1), jnp.float32
             )
         is_gain = name.endswith(("_norm", "_gain", "_scalar"))
+        # Scores are not divided by anything, and large ones would magnify rounding.
+        gain = 0.3 if name.endswith(("query_norm", "key_norm")) else float(is_gain)
         scale = 0.2 if is_gain or name.endswith("_bias") else max(shape.shape[-1:]) ** -0.5
-        return jnp.asarray(is_gain + scale * noise, jnp.float32)
+        return jnp.asarray(gain + scale * noise, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, param_shapes(config))
 
