@@ -56,8 +56,8 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
     column = (side * grid.column[:, None] + inside % side).reshape(-1)
 
     # Pixels are from 0 to 1.
-    patches = 2 * (pieces[:, 3:].reshape(len(row), -1).astype(dtype) - 0.5)
-    x = jnp.einsum("tc,ec->te", patches, top["vision_pixels"].astype(dtype))
+    patches = 2 * (pieces[:, 3:].reshape(len(row), -1) - 0.5)
+    x = jnp.einsum("tc,ec->te", patches.astype(dtype), top["vision_pixels"].astype(dtype))
     of_columns, of_rows = top["vision_axis_positions"].astype(dtype)
     x = x + jnp.take(of_columns, column, axis=0) + jnp.take(of_rows, row, axis=0)
     x = constrain(x[None], (*AXES, None))
