@@ -67,6 +67,17 @@ SMOLVLM = {
 }
 
 
+INTERNVL = {
+    "model_type": "internvl",
+    "image_token_id": 19,
+    "image_seq_length": 4,
+    "vision_config": TOWER | {"model_type": "internvl_vision", "image_size": [16, 16]},
+    "text_config": TEXT | {"model_type": "qwen2"},
+    "tie_word_embeddings": False,
+}
+INTERNVL["vision_config"]["patch_size"] = [4, 4]
+
+
 def changed(config, tower=None, text=None, **outer):
     return config | {
         "vision_config": config["vision_config"] | (tower or {}),
@@ -88,7 +99,7 @@ def ids_of(config, count=2):
 
 def images(config, count=2, seed=0):
     tower = config["vision_config"]
-    size = tower["image_size"]
+    (size,) = {*np.ravel(tower["image_size"]).tolist()}
     pixels = np.random.default_rng(seed).normal(size=(count, 3, size, size))
     return pixels.astype(np.float32)
 
@@ -143,6 +154,15 @@ def test_positions_of_a_random_tower_are_as_large_as_its_patches(config):
         SMOLVLM,
         changed(SMOLVLM, {"image_size": 24}, scale_factor=3, tie_word_embeddings=True),
         changed(SMOLVLM, None, {"num_key_value_heads": 2}, model_type="idefics3", scale_factor=4),
+        INTERNVL,
+        changed(
+            INTERNVL,
+            {"attention_bias": True, "num_hidden_layers": 3, "image_size": 24},
+            {"model_type": "qwen3"},
+            vision_feature_layer=-2,
+            tie_word_embeddings=True,
+        ),
+        changed(INTERNVL, {"patch_size": 2}, {"model_type": "llama"}, downsample_ratio=0.25),
     ],
     ids=lambda config: config["model_type"],
 )
@@ -181,15 +201,23 @@ def test_logits_gradients_and_files_are_transformers(tmp_path, config):
     np.testing.assert_allclose(logits, outputs.logits.detach().numpy(), atol=1e-4)
     named_gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     checked = 0
+    of_layers = gradients["vision_layers"]["layer_0"]
     for name, gradient in (
         ("patch_embedding.weight", gradients["vision"]["vision_patch"]),
-        ("patch_embedding.bias", gradients["vision"]["vision_patch_bias"]),
+        ("patch_embedding.bias", gradients["vision"].get("vision_patch_bias")),
         ("position_embedding.weight", gradients["vision"]["vision_position"]),
         ("layers.0.self_attn.q_proj.weight", gradients["vision_layers"]["layer_0"]["vision_query"]),
         ("multi_modal_projector.linear_1.weight", gradients["vision"].get("projector_in")),
         ("modality_projection.proj.weight", gradients["vision"].get("projector_matrix")),
         ("mm_input_projection_weight", gradients["vision"].get("projector_matrix")),
         ("mm_soft_emb_norm.weight", gradients["vision"].get("projector_pooled_norm")),
+        ("patch_embeddings.projection.weight", gradients["vision"]["vision_patch"]),
+        ("patch_embeddings.projection.bias", gradients["vision"].get("vision_patch_bias")),
+        ("embeddings.cls_token", gradients["vision"].get("vision_class")),
+        ("embeddings.position_embeddings", gradients["vision"]["vision_position"]),
+        ("layer.0.attention.q_proj.weight", of_layers["vision_query"][0]),
+        ("layer.0.lambda_2", of_layers.get("vision_mlp_gain", [None])[0]),
+        ("projector.layer_norm.weight", gradients["vision"].get("projector_merged_norm")),
     ):
         found = [
             grad
@@ -199,11 +227,12 @@ def test_logits_gradients_and_files_are_transformers(tmp_path, config):
             and "text_model" not in key
             and "language_model" not in key
         ]
-        if not found:
+        if not found or gradient is None:
             continue
         (expected,) = found
         gradient = gradient[0] if "layers.0" in name else gradient
         gradient = gradient.T if name == "mm_input_projection_weight" else gradient
+        gradient = gradient.reshape(expected.shape)
         np.testing.assert_allclose(gradient, expected.numpy(), rtol=2e-3, atol=2e-4)
         checked += 1
     assert checked >= 5

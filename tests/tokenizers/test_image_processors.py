@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.fixtures.gemma4_models import write_gemma4
-from tests.fixtures.image_models import write_gemma, write_idefics
+from tests.fixtures.image_models import write_gemma, write_idefics, write_internvl
 from tests.fixtures.qwen_models import write_inputs
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
@@ -41,6 +41,7 @@ def processor_of(directory, config):
         Gemma3Processor,
         Gemma4Processor,
         Idefics3Processor,
+        InternVLProcessor,
         PreTrainedTokenizerFast,
     )
 
@@ -48,27 +49,40 @@ def processor_of(directory, config):
     if config.vision.written == "token":
         extra = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}
         extra |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    is_internvl = json.loads(config.vision.source)["model_type"] == "internvl"
+    if is_internvl:
+        extra = {"start_image_token": "<img>", "end_image_token": "</img>"}
+        extra |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
     is_gemma = config.vision.around is not None
     backend = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         bos_token="<bos>",
         eos_token="<end>",
         pad_token="<end>",
-        extra_special_tokens=extra if is_gemma else {},
+        extra_special_tokens=extra if is_gemma or is_internvl else {},
     )
     pixels = AutoImageProcessor.from_pretrained(directory, backend="pil")
     count = config.vision.features_per_piece
     template = json.loads((directory / "tokenizer_config.json").read_text())["chat_template"]
+    # Without the processors of videos and of sound, which need torch.
     if config.vision.written == "token":
-        # Without the processors of videos and of sound, which need torch.
-        class PictureProcessor(Gemma4Processor):
-            def check_argument_for_proper_class(self, argument_name, argument):
-                return type(argument)
-
-        return PictureProcessor(None, pixels, backend, None, template)
+        return pictures_only(Gemma4Processor)(None, pixels, backend, None, template)
+    if is_internvl:
+        return pictures_only(InternVLProcessor)(pixels, backend, None, count, template)
     if is_gemma:
         return Gemma3Processor(pixels, backend, template, image_seq_length=count)
     return Idefics3Processor(pixels, backend, image_seq_len=count, chat_template=template)
+
+
+def pictures_only(processor: Any) -> Any:
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return type(argument)
+
+    return type(
+        "PictureProcessor",
+        (processor,),
+        {"check_argument_for_proper_class": check_argument_for_proper_class},
+    )
 
 
 def pictures():
@@ -86,7 +100,7 @@ def row_of(texts, images):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [write_gemma, write_idefics])
+@pytest.mark.parametrize("write", [write_gemma, write_idefics, write_internvl])
 def test_ids_and_pixels_are_those_of_the_processor(tmp_path, write):
     write(tmp_path)
     tokenizer, config = reader_of(tmp_path)

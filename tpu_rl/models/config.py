@@ -121,6 +121,8 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "vision_key_norm": ("vision_head_dim",),
     "vision_attention_post_norm": ("vision_embed",),
     "vision_mlp_post_norm": ("vision_embed",),
+    "vision_attention_gain": ("vision_embed",),
+    "vision_mlp_gain": ("vision_embed",),
     "vision_feature_bias": ("vision_embed",),
     "vision_feature_gain": ("vision_embed",),
     "projector_norm": ("vision_embed",),
@@ -217,7 +219,10 @@ PLAIN_NORMS = (
 )
 """Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
 
-ONES = ("delta_decay_bias", "layer_scalar", "router_gain", "vision_feature_gain")
+ONES = (
+    *("delta_decay_bias", "layer_scalar", "router_gain"),
+    *("vision_feature_gain", "vision_attention_gain", "vision_mlp_gain"),
+)
 """Weights that are 1 in a random model, beside the gains of norms."""
 
 RECURRENT = "linear"
@@ -624,8 +629,8 @@ IMAGE_TOKEN = re.compile(
 """Names, in config.json, of the tokens that stand for images, videos and sound in texts."""
 
 
-TILE_TOKEN = re.compile(r"<(row_\d+_col_\d+|global-img|fake_token_around_image)>")
-"""Control tokens of Idefics3's tokenizers, which config.json does not name."""
+TILE_TOKEN = re.compile(r"<(row_\d+_col_\d+|global-img|fake_token_around_image|/?img|video)>")
+"""Control tokens of the tokenizers of Idefics3 and InternVL, which config.json does not name."""
 
 
 def image_tokens(vision: VisionConfig | TableVisionConfig) -> set[int]:
@@ -668,21 +673,28 @@ class VisionConfig:
     """The id of the token that stands for an image in texts, before it is replaced."""
     channels: int = 3
     has_class: bool = True
-    """True: CLIP, with a class token and a norm before the layers. False: SigLIP (arXiv 2303.15343)
-    without them, whose patches have a bias."""
+    """True if the tower's first token is a class token (CLIP, InternVL). False: SigLIP (arXiv
+    2303.15343)."""
+    has_first_norm: bool = True
+    """True if there is a norm before the layers (CLIP)."""
+    has_patch_bias: bool = False
+    has_key_biases: bool = True
+    """True if queries, keys and values have biases."""
+    has_gains: bool = False
+    """True if each branch of a layer is multiplied by a gain (InternVL)."""
     has_last_norm: bool = False
     """True if features are normed behind the last layer."""
-    projector: Literal["mlp", "pooled", "shuffled"] = "mlp"
+    projector: Literal["mlp", "pooled", "shuffled", "shuffled_mlp"] = "mlp"
     """The way from states to features. "mlp": by two matrices (LLaVA). "pooled": by the mean in
     each square of patches, a norm and a matrix (Gemma 3). "shuffled": by a matrix of all states of
-    a square (Idefics3)."""
+    a square (Idefics3). "shuffled_mlp": by a norm of these and two matrices (InternVL)."""
     merge: int = 1
     """Height and width, in patches, of the squares that become one feature."""
     around: tuple[int, int] | None = None
     """The ids of the tokens before and behind an image in texts, if there are any."""
     tile_tokens: tuple[int, ...] = ()
     """The ids of `TILE_TOKEN` in the tokenizer: they stand around the tiles of an image, and around
-    the whole image (Idefics3)."""
+    the whole image (Idefics3, InternVL)."""
     gap: str = ""
     """The text before and behind these tokens (Gemma 3)."""
     written: Written = "all"
@@ -702,14 +714,28 @@ class VisionConfig:
     @property
     def features_per_piece(self) -> int:
         """P: the number of features, and so of tokens, of a piece: an image, or a tile
-        (Idefics3)."""
+        (Idefics3, InternVL)."""
         squares = (self.image_size // self.patch_size // self.merge) ** 2
         return squares + self.has_class + self.keeps_first - 1
 
     @property
     def absent(self) -> frozenset[str]:
         """Names of the weights that the tower or its projector does not have."""
-        names = {"vision_patch_bias"} if self.has_class else {"vision_class", "vision_first_norm"}
+        has = {
+            "vision_class": self.has_class,
+            "vision_first_norm": self.has_first_norm,
+            "vision_patch_bias": self.has_patch_bias,
+            "vision_last_norm": self.projector != "shuffled_mlp",
+            "vision_attention_gain": self.has_gains,
+            "vision_mlp_gain": self.has_gains,
+            **dict.fromkeys(("vision_query_bias", "vision_key_bias"), self.has_key_biases),
+            "vision_value_bias": self.has_key_biases,
+            **dict.fromkeys(
+                ("projector_merged_norm", "projector_merge", "projector_read"),
+                self.projector == "shuffled_mlp",
+            ),
+        }
+        names = {name for name, is_there in has.items() if not is_there}
         mlp = ("projector_in", "projector_in_bias", "projector_out", "projector_out_bias")
         if self.projector != "mlp":
             names |= {*mlp}
@@ -717,9 +743,14 @@ class VisionConfig:
             names |= {*mlp[1::2]}
         if self.projector != "pooled":
             names.add("projector_pooled_norm")
-        if self.projector == "mlp":
+        if self.projector in ("mlp", "shuffled_mlp"):
             names.add("projector_matrix")
         return frozenset(names | {f"{name}_bias" for name in names})
+
+    @property
+    def has_tiles(self) -> bool:
+        """True if an image is cut into tiles, each of which is a piece."""
+        return self.projector in ("shuffled", "shuffled_mlp")
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -728,17 +759,18 @@ class VisionConfig:
 
     def sizes(self, text_size: int) -> dict[str, int]:
         """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
-        in_square = self.merge**2 if self.projector == "shuffled" else 1
+        in_square = self.merge**2 if self.has_tiles else 1
         return {
             "vision_position": (self.image_size // self.patch_size) ** 2 + self.has_class,
             "projector": text_size,
             "merged_patches": in_square * self.hidden_size,
+            "merged": in_square * self.hidden_size,
         }
 
     def pieces_of_prompt(self, tokens: int) -> int:
         """Return the number of pieces that the planner counts for a prompt: one image, or as many
         tiles as fill it."""
-        return max(tokens // self.features_per_piece, 1) if self.projector == "shuffled" else 1
+        return max(tokens // self.features_per_piece, 1) if self.has_tiles else 1
 
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:
         """Return the number of positions [..., n P] that features of pieces [..., n, ...] take;
@@ -755,27 +787,36 @@ class VisionConfig:
 
     def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
         """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
-        if self.projector != "shuffled":
+        if not self.has_tiles:
             return (self.features_per_piece,)
-        _, rows, columns = processor.get_number_of_image_patches(height, width)
+        patches = processor.get_number_of_image_patches(height, width)
+        if self.projector == "shuffled_mlp":
+            return self._run_of_tiles(patches)
+        _, rows, columns = patches
         return _tiles(rows, columns, self.features_per_piece)
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
         """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
-        has_tiles = self.projector == "shuffled"
-        pixels = pixels[0] if has_tiles else pixels
-        if pixels.shape[1:] != self.piece_shape or not (has_tiles or len(pixels) == 1):
+        pixels = pixels[0] if self.projector == "shuffled" else pixels
+        if pixels.shape[1:] != self.piece_shape or not (self.has_tiles or len(pixels) == 1):
             raise ValueError(
                 f"the image processor makes an array of the shape {pixels.shape}, and the "
                 f"model's tower reads {self.piece_shape}"
             )
-        if not has_tiles:
+        if not self.has_tiles:
             return pixels, (self.features_per_piece,)
+        if self.projector == "shuffled_mlp":
+            return pixels, self._run_of_tiles(len(pixels))
         if not np.all(processed["pixel_attention_mask"]):
             raise ValueError("the image processor pads tiles, and the tower reads whole ones")
         rows, columns = (int(np.ravel(processed[name])[0]) for name in ("rows", "cols"))
         return pixels, _tiles(rows, columns, self.features_per_piece)
+
+    def _run_of_tiles(self, count: int) -> tuple[str | int, ...]:
+        """Return the tokens of an image of InternVL: its tiles and then, if there are several, the
+        whole image."""
+        return ("<img>", count * self.features_per_piece, "</img>")
 
 
 def _tiles(rows: int, columns: int, features: int) -> tuple[str | int, ...]:

@@ -1,6 +1,6 @@
 """The part of a vision-language model that reads images: a tower and a projector (LLaVA, arXiv
 2304.08485, with the tower of CLIP, arXiv 2103.00020, or SigLIP, arXiv 2303.15343; Gemma 3, arXiv
-2503.19786; Idefics3 and SmolVLM, arXiv 2408.12637 and 2504.05299).
+2503.19786; Idefics3 and SmolVLM, arXiv 2408.12637 and 2504.05299; InternVL3, arXiv 2504.10479).
 
 An image is a square of pixels. The tower makes a vector of each patch, and the projector makes it
 as wide as the residual stream of the text. These are the image's features, one for each token that
@@ -13,6 +13,7 @@ others: they share prompts, and they are packed, cached and branched alike.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -55,6 +56,12 @@ TOP_WEIGHTS = (
     "projector_out_bias",
     "projector_pooled_norm",
     "projector_matrix",
+    "projector_merged_norm",
+    "projector_merged_norm_bias",
+    "projector_merge",
+    "projector_merge_bias",
+    "projector_read",
+    "projector_read_bias",
 )
 LAYER_WEIGHTS = (
     "vision_attention_norm",
@@ -67,15 +74,19 @@ LAYER_WEIGHTS = (
     "vision_value_bias",
     "vision_output",
     "vision_output_bias",
+    "vision_attention_gain",
     "vision_mlp_norm",
     "vision_mlp_norm_bias",
     "vision_up",
     "vision_up_bias",
     "vision_down",
     "vision_down_bias",
+    "vision_mlp_gain",
 )
 AXES = ActivationAxes("rows", None)
 """Logical axes of patches [I, P, ...]: an image is on one device, as a packed row is."""
+PROJECTOR_EPS = 1e-5
+"""The epsilon of InternVL's norm of merged states."""
 TOP = "vision"
 LAYERS = "vision_layers"
 """The two parts of the params tree. The leaves of the second are stacked over layers."""
@@ -101,7 +112,13 @@ def param_shapes(config: DecoderConfig) -> dict[str, Any]:
         return shapes | {qwen_vision.MERGERS: {"layer_0": mergers}}
     return {
         TOP: {name: leaf(name) for name in TOP_WEIGHTS if name not in vision.absent},
-        LAYERS: {"layer_0": {name: leaf(name, vision.num_layers) for name in LAYER_WEIGHTS}},
+        LAYERS: {
+            "layer_0": {
+                name: leaf(name, vision.num_layers)
+                for name in LAYER_WEIGHTS
+                if name not in vision.absent
+            }
+        },
     }
 
 
@@ -142,13 +159,13 @@ def _clip_features(
     )
     x = jnp.einsum("icgphq,ecpq->ighe", pixels, top["vision_patch"])
     x = x.reshape(len(images), grid * grid, vision.hidden_size)
+    if vision.has_patch_bias:
+        x = x + top["vision_patch_bias"][None, None]
     if vision.has_class:
         first = jnp.broadcast_to(top["vision_class"], (len(images), 1, vision.hidden_size))
         x = jnp.concatenate([first, x], axis=1)
-    else:
-        x = x + top["vision_patch_bias"][None, None]
     x = constrain(x + top["vision_position"][None], (*AXES, None))
-    if vision.has_class:
+    if vision.has_first_norm:
         x = _layer_norm(vision, x, params[TOP], "vision_first_norm")
 
     def apply_layer(x: Array, weights: Params) -> tuple[Array, None]:
@@ -180,7 +197,7 @@ def _merged(vision: VisionConfig, weights: Params, x: Array) -> Array:
     """Return features [I, P, D] of states [I, N, E]: a matrix W of each square of patches.
 
     Gemma 3 takes W norm(mean of the square). Idefics3 takes W of all states of the square, row by
-    row.
+    row, and InternVL W_2 gelu(W_1 norm(these) + b_1) + b_2.
     """
     side = math.isqrt(x.shape[1]) // vision.merge
     squares = x.reshape(len(x), side, vision.merge, side, vision.merge, vision.hidden_size)
@@ -190,6 +207,12 @@ def _merged(vision: VisionConfig, weights: Params, x: Array) -> Array:
         merged = layers.rms_norm(merged, gain, vision.eps, unit_offset=True)
     else:
         merged = squares.swapaxes(2, 3).reshape(len(x), side**2, -1)
+    if vision.projector == "shuffled_mlp":
+        normed = _layer_norm(vision, merged, weights, "projector_merged_norm", PROJECTOR_EPS)
+        inner = ACTIVATIONS[vision.projector_activation](
+            _linear(weights, normed, "projector_merge")
+        )
+        return _linear(weights, inner, "projector_read")
     return jnp.einsum("ipe,de->ipd", merged, weights["projector_matrix"].astype(x.dtype))
 
 
@@ -278,10 +301,12 @@ def _layer(
 ) -> Array:
     """Apply a layer of the tower to x [I, P, E]: attention of all patches to all, and an MLP."""
 
-    def linear(x: Array, name: str) -> Array:
-        product = jnp.einsum("ipd,ed->ipe", x, weights[name].astype(x.dtype))
-        return product + weights[f"{name}_bias"].astype(x.dtype)[None, None]
+    def gained(branch: Array, name: str) -> Array:
+        if not vision.has_gains:
+            return branch
+        return branch * weights[name].astype(x.dtype)[None, None]
 
+    linear = functools.partial(_linear, weights)
     normed = _layer_norm(vision, x, weights, "vision_attention_norm")
     heads = (*x.shape[:2], vision.num_heads, -1)
     query, key, value = (
@@ -294,9 +319,17 @@ def _layer(
         scores = jnp.einsum("iphd,ikhd->ihpk", query, key, preferred_element_type=jnp.float32)
         shares = jax.nn.softmax(scores * query.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
         attended = jnp.einsum("ihpk,ikhd->iphd", shares, value)
-    x = x + linear(attended.reshape(x.shape), "vision_output")
+    x = x + gained(linear(attended.reshape(x.shape), "vision_output"), "vision_attention_gain")
     normed = _layer_norm(vision, x, weights, "vision_mlp_norm")
-    return x + linear(ACTIVATIONS[vision.activation](linear(normed, "vision_up")), "vision_down")
+    branch = linear(ACTIVATIONS[vision.activation](linear(normed, "vision_up")), "vision_down")
+    return x + gained(branch, "vision_mlp_gain")
+
+
+def _linear(weights: Mapping[str, Array], x: Array, name: str) -> Array:
+    """Return W x + b for x [I, P, inputs], without b if there is none."""
+    product = jnp.einsum("ipd,ed->ipe", x, weights[name].astype(x.dtype))
+    bias = weights.get(f"{name}_bias")
+    return product if bias is None else product + bias.astype(x.dtype)[None, None]
 
 
 def _flash_attention(config: DecoderConfig, query: Array, key: Array, value: Array) -> Array:
@@ -324,12 +357,18 @@ def _flash_attention(config: DecoderConfig, query: Array, key: Array, value: Arr
     return attended[:, :length]
 
 
-def _layer_norm(vision: VisionConfig, x: Array, weights: Mapping[str, Array], name: str) -> Array:
-    """Return the layer norm of x [I, P, E], computed in float32."""
+def _layer_norm(
+    vision: VisionConfig,
+    x: Array,
+    weights: Mapping[str, Array],
+    name: str,
+    eps: float | None = None,
+) -> Array:
+    """Return the layer norm of x [I, P, E], computed in float32. `eps` is the tower's if None."""
     wide = x.astype(jnp.float32)
     centered = wide - wide.mean(axis=-1, keepdims=True)
     scaled = centered * jax.lax.rsqrt(
-        jnp.square(centered).mean(axis=-1, keepdims=True) + vision.eps
+        jnp.square(centered).mean(axis=-1, keepdims=True) + (vision.eps if eps is None else eps)
     )
     gain = weights[name][None, None]
     bias = weights[f"{name}_bias"][None, None]

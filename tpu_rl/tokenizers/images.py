@@ -487,6 +487,8 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
             )
     if hasattr(processor, "max_soft_tokens"):
         processor.get_number_of_image_patches = functools.partial(_gemma4_patches, processor)
+    if hasattr(processor, "crop_to_patches"):
+        processor.crop_to_patches = True  # As InternVL's processor of texts and images does.
     if hasattr(processor, "return_row_col_info"):
         processor.return_row_col_info = True  # Texts name the rows and columns of tiles.
     return processor

@@ -119,7 +119,7 @@ def from_config(
     size = decoder_config.vocab.size
     valid = min(_num_known_tokens(directory, size), size)
     vision = decoder_config.vision
-    if isinstance(vision, VisionConfig) and vision.projector == "shuffled":
+    if isinstance(vision, VisionConfig) and vision.has_tiles:
         vision = replace(vision, tile_tokens=_tile_tokens(directory))
     vocab = replace(decoder_config.vocab, valid=valid)
     return decoder(replace(decoder_config, vocab=vocab, vision=vision))

@@ -554,6 +554,15 @@ MULTIMODAL = {
 }
 """`model_type` of a model with images -> that of the language model inside, which is read."""
 
+INTERNVL_TEXT_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 151_936,
+}
+"""transformers' sizes of a Qwen2, for fields that the text_config of an InternVL leaves out."""
+
 QWEN_VL_TEXT_DEFAULTS = {
     "hidden_size": 8192,
     "intermediate_size": 29_568,
@@ -580,6 +589,7 @@ VISION = {
     **dict.fromkeys(
         ("llava", "idefics3", "smolvlm"), {"model_type": "llama", **LLAVA_TEXT_DEFAULTS}
     ),
+    "internvl": {"model_type": "qwen2", **INTERNVL_TEXT_DEFAULTS},
     "qwen2_vl": {"model_type": "qwen2_vl_text", **QWEN_VL_TEXT_DEFAULTS},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", **QWEN_VL_TEXT_DEFAULTS},
     "qwen3_vl": {"model_type": "qwen3_vl_text", **QWEN3_VL_TEXT_DEFAULTS},
@@ -705,10 +715,11 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         return _qwen_text_config(source)
     if model_type in VISION and isinstance(source.get("text_config"), Mapping):
         inner = source["text_config"]
-        if inner.get("model_type", "llama") == "llama":
+        default = VISION[model_type]["model_type"]
+        if inner.get("model_type", default) == default:
             inner = VISION[model_type] | inner
-        tied = source.get("tie_word_embeddings", False)
-        if model_type in vision_files.IDEFICS:
+        tied = source.get("tie_word_embeddings", model_type == "internvl")
+        if model_type in (*vision_files.IDEFICS, "internvl"):
             # As transformers does: the outer field decides.
             return _text_config({**inner, "tie_word_embeddings": tied}, where)
         return _text_config({"tie_word_embeddings": tied, **inner}, where)

@@ -1,5 +1,5 @@
 """The vision parts of Hugging Face directories: LLaVA with a tower of CLIP or SigLIP, Gemma 3,
-Idefics3 and SmolVLM; see `qwen_vision_files` and `gemma4_vision_files` for others."""
+Idefics3, SmolVLM and InternVL; see `qwen_vision_files` and `gemma4_vision_files` for others."""
 
 from __future__ import annotations
 
@@ -67,6 +67,32 @@ LAYER_MODULES = {
     "vision_down": "mlp.fc2",
 }
 
+INTERNVL_TOP_NAMES = TOP_NAMES | {
+    "vision_class": "vision_tower.embeddings.cls_token",
+    "vision_patch": "vision_tower.embeddings.patch_embeddings.projection.weight",
+    "vision_patch_bias": "vision_tower.embeddings.patch_embeddings.projection.bias",
+    "vision_position": "vision_tower.embeddings.position_embeddings",
+    "projector_merged_norm": "multi_modal_projector.layer_norm.weight",
+    "projector_merged_norm_bias": "multi_modal_projector.layer_norm.bias",
+    "projector_merge": "multi_modal_projector.linear_1.weight",
+    "projector_merge_bias": "multi_modal_projector.linear_1.bias",
+    "projector_read": "multi_modal_projector.linear_2.weight",
+    "projector_read_bias": "multi_modal_projector.linear_2.bias",
+}
+INTERNVL_MODULES = {
+    "vision_attention_norm": "layernorm_before",
+    "vision_query": "attention.q_proj",
+    "vision_key": "attention.k_proj",
+    "vision_value": "attention.v_proj",
+    "vision_output": "attention.projection_layer",
+    "vision_mlp_norm": "layernorm_after",
+    "vision_up": "mlp.fc1",
+    "vision_down": "mlp.fc2",
+}
+INTERNVL_GAINS = {"vision_attention_gain": "lambda_1", "vision_mlp_gain": "lambda_2"}
+OUTER_AXES = {"vision_class": (1, 1), "vision_position": (1,)}
+"""Weight of InternVL's tower -> axes of size 1 that it begins with in files."""
+
 ACTIVATION_NAMES = {"quick_gelu": "quick_gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
 """Hugging Face's name -> key of `layers.ACTIVATIONS`."""
 
@@ -91,7 +117,18 @@ IDEFICS_DEFAULTS: dict[str, Any] = SIGLIP_DEFAULTS | {
     "num_attention_heads": 16,
     "patch_size": 32,
 }
+INTERNVL_DEFAULTS: dict[str, Any] = CLIP_DEFAULTS | {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 448,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+}
 TOWERS = {
+    "internvl_vision": INTERNVL_DEFAULTS,
     "clip_vision_model": CLIP_DEFAULTS,
     "siglip_vision_model": SIGLIP_DEFAULTS,
     "idefics3_vision": IDEFICS_DEFAULTS,
@@ -99,9 +136,11 @@ TOWERS = {
 """`model_type` of a tower -> transformers' defaults, for fields that a config.json leaves out."""
 
 IMAGE_TOKENS = {"llava": 32_000, "gemma3": 262_144, "idefics3": 128_257, "smolvlm": 128_257}
+IMAGE_TOKENS["internvl"] = 151_667
 """`model_type` -> transformers' default of the id of the token that stands for an image."""
 
-PROJECTORS: dict[str, Literal["mlp", "pooled", "shuffled"]] = {
+PROJECTORS: dict[str, Literal["mlp", "pooled", "shuffled", "shuffled_mlp"]] = {
+    "internvl": "shuffled_mlp",
     "llava": "mlp",
     "gemma3": "pooled",
     "idefics3": "shuffled",
@@ -113,6 +152,16 @@ IDEFICS_SIDES = frozenset(range(1, 38)) - {19, 25, 29, 31}
 """Patches in a row of a tile for which patch i has position i. transformers' Idefics3 computes
 positions from fractions, and with other numbers of patches rounding gives some the position
 before."""
+
+INTERNVL_VALUES = {
+    "norm_type": "layer_norm",
+    "use_qk_norm": False,
+    "use_mask_token": False,
+    "use_mean_pooling": True,
+    "use_absolute_position_embeddings": True,
+}
+"""Fields of InternVL's vision_config with the values that are supported: those of InternVL3 up to
+38B have layer norms, and no norms of queries and keys."""
 
 LARGEST_SIZE = 65_536
 
@@ -132,8 +181,8 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVis
     kind = tower.get("model_type") if isinstance(tower, Mapping) else None
     if model_type in IDEFICS:
         kind = "idefics3_vision"
-    elif model_type == "gemma3" and kind is None:
-        kind = "siglip_vision_model"
+    elif model_type in ("gemma3", "internvl") and kind is None:
+        kind = "siglip_vision_model" if model_type == "gemma3" else "internvl_vision"
     if not isinstance(tower, Mapping) or kind not in TOWERS:
         raise InputError(
             "the model's vision tower is not supported",
@@ -146,6 +195,11 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVis
     defaults = TOWERS[kind]
     fields = defaults | {name: value for name, value in tower.items() if value is not None}
     merge = source.get("scale_factor", 2)
+    if model_type == "internvl":
+        for name in ("image_size", "patch_size"):  # They may have a height and a width.
+            height, width = fields[name] if isinstance(fields[name], list) else [fields[name]] * 2
+            fields[name] = height if height == width else [height, width]
+        merge = int(1 / source.get("downsample_ratio", 0.5))
     sizes = {
         f"vision_config.{name}": fields[name] for name in defaults if type(defaults[name]) is int
     }
@@ -168,10 +222,12 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVis
     elif model_type == "llava":
         merge = 1
     num_layers = fields["num_hidden_layers"]
+    is_internvl = model_type == "internvl"
     is_llava = model_type == "llava"
-    layer = source.get("vision_feature_layer", -2) if is_llava else -1
-    strategy = source.get("vision_feature_select_strategy", "default") if is_llava else "full"
-    projector_activation = source.get("projector_hidden_act", "gelu") if is_llava else "gelu"
+    has_fields = is_llava or is_internvl
+    layer = source.get("vision_feature_layer", -2 if is_llava else -1) if has_fields else -1
+    strategy = source.get("vision_feature_select_strategy", "default") if has_fields else "full"
+    projector_activation = source.get("projector_hidden_act", "gelu") if has_fields else "gelu"
     num_read_layers = layer if isinstance(layer, int) and layer >= 0 else None
     if isinstance(layer, int) and layer < 0:
         num_read_layers = num_layers + 1 + layer
@@ -180,7 +236,17 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVis
     is_square = side % merge == 0 and per_image in (side**2, (side // merge) ** 2)
     for name, value, is_supported in (
         ("vision_feature_layer", layer, num_read_layers in range(num_layers + 1)),
-        ("vision_feature_select_strategy", strategy, strategy in ("default", "full")),
+        (
+            "vision_feature_select_strategy",
+            strategy,
+            strategy == "default" or (strategy == "full" and not is_internvl),
+        ),
+        *(
+            (f"vision_config.{name}", fields.get(name, value), fields.get(name, value) == value)
+            for name, value in INTERNVL_VALUES.items()
+            if is_internvl
+        ),
+        ("downsample_ratio", source.get("downsample_ratio"), not is_internvl or is_square),
         ("projector_hidden_act", projector_activation, projector_activation in ACTIVATION_NAMES),
         ("vision_config.hidden_act", activation, activation in ACTIVATION_NAMES),
         (
@@ -225,8 +291,12 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVis
         keeps_first=strategy == "full",
         image_token=int(source.get("image_token_index", source.get("image_token_id", image_token))),
         channels=fields["num_channels"],
-        has_class=kind == "clip_vision_model",
-        has_last_norm=not is_llava,
+        has_class=kind in ("clip_vision_model", "internvl_vision"),
+        has_first_norm=kind == "clip_vision_model",
+        has_patch_bias=kind != "clip_vision_model",
+        has_key_biases=not is_internvl or bool(fields.get("attention_bias")),
+        has_gains=is_internvl,
+        has_last_norm=not has_fields,
         projector=PROJECTORS[model_type],
         merge=merge,
         around=(
@@ -244,13 +314,24 @@ def read_vision(source: Mapping[str, Any], text_size: int, where: str) -> AnyVis
 
 def weight_name(config: VisionConfig, name: str, layer: int | None) -> str:
     """Return Hugging Face's name of a vision weight, in a layer or (None) outside of layers."""
+    is_internvl = config.projector == "shuffled_mlp"
     if name == "projector_matrix":
         return MATRIX_NAMES[config.projector]
     if layer is None:
-        return TOP_NAMES[name]
-    module = LAYER_MODULES[name.removesuffix("_bias")]
+        return (INTERNVL_TOP_NAMES if is_internvl else TOP_NAMES)[name]
+    if name in INTERNVL_GAINS:
+        return f"vision_tower.encoder.layer.{layer}.{INTERNVL_GAINS[name]}"
+    stack, modules = ("layer", INTERNVL_MODULES) if is_internvl else ("layers", LAYER_MODULES)
+    module = modules[name.removesuffix("_bias")]
     kind = "bias" if name.endswith("_bias") else "weight"
-    return f"vision_tower.encoder.layers.{layer}.{module}.{kind}"
+    return f"vision_tower.encoder.{stack}.{layer}.{module}.{kind}"
+
+
+def file_shape(config: AnyVisionConfig, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that a vision weight has in files, of its shape here."""
+    if isinstance(config, VisionConfig) and config.projector == "shuffled_mlp":
+        return (*OUTER_AXES.get(name, ()), *shape)
+    return shape
 
 
 def plain_name(name: str) -> str | None:
@@ -299,6 +380,7 @@ def weights(config: AnyVisionConfig) -> list[tuple[str, str, tuple[str, ...], in
         (name, (vision.LAYERS, "layer_0"), layer)
         for layer in range(config.num_layers)
         for name in vision.LAYER_WEIGHTS
+        if name not in config.absent
     ]
     return [
         (weight_name(config, name, layer), name, path, layer)

@@ -113,7 +113,7 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     of_vision: dict[str, list[WeightLocation]] = {}
     for file_name, name, path, layer in vision_files.weights(config.vision):
         index = () if layer is None else (layer,)
-        shape = config.shape(name)
+        shape = vision_files.file_shape(config.vision, name, config.shape(name))
         # Gemma 3's projector is the one matrix of these that files have with inputs first.
         is_transposed = file_name == vision_files.MATRIX_NAMES["pooled"]
         shape = shape[::-1] if is_transposed else shape
