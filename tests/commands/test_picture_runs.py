@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.fixtures.gemma4_models import write_gemma4
-from tests.fixtures.image_models import write_gemma, write_idefics
+from tests.fixtures.image_models import write_gemma, write_idefics, write_internvl
 from tpu_rl.commands import run
 
 
@@ -43,7 +43,7 @@ def test_sampler_and_trainer_agree_on_images_and_the_tower_may_be_frozen(tmp_pat
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("write", [write_gemma, write_gemma4, write_idefics])
+@pytest.mark.parametrize("write", [write_gemma, write_gemma4, write_idefics, write_internvl])
 @pytest.mark.parametrize("lora", [(), ("--model.lora.rank", "4")])
 def test_sampler_and_trainer_agree_for_every_family(tmp_path, write, lora):
     model = tmp_path / "model"

@@ -113,7 +113,13 @@ def logits_of(model, params, tokens, pixels):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAVA, changed(LLAVA, {"model_type": "clip_vision_model"}), config_of("qwen3_vl")]
+    "config",
+    [
+        LLAVA,
+        changed(LLAVA, {"model_type": "clip_vision_model"}),
+        INTERNVL,
+        config_of("qwen3_vl"),
+    ],
 )
 def test_positions_of_a_random_tower_are_as_large_as_its_patches(config):
     """Smaller ones vanish behind the first norm, and a tower from scratch does not learn places."""
@@ -374,6 +380,7 @@ def test_gemma_reads_texts_alone_unless_it_is_told_to(tmp_path):
         ),
         (LLAVA, {"vision_tower.": "model.vision_tower.", "language_model.lm_head": "lm_head"}),
         (SMOLVLM, {"model.vision_model.": "vision_model.", "model.connector.": "connector."}),
+        (INTERNVL, {"vision_tower.": "model.vision_tower.", "language_model.lm_head": "lm_head"}),
     ],
 )
 def test_names_of_published_files_are_read(tmp_path, config, names):
@@ -408,6 +415,11 @@ def test_names_of_published_files_are_read(tmp_path, config, names):
         (changed(GEMMA, {"model_type": "clip"}), "vision tower is not supported"),
         (changed(GEMMA, {"image_size": [16, 16]}), "image_size"),
         (GEMMA | {"model_type": "gemma4_unified"}, "reads no images"),
+        (changed(INTERNVL, {"use_qk_norm": True}), "use_qk_norm = True"),
+        (changed(INTERNVL, {"norm_type": "rms_norm"}), "norm_type = 'rms_norm'"),
+        (changed(INTERNVL, {"image_size": [16, 24]}), "image_size"),
+        (changed(INTERNVL, {"image_size": 12}), "downsample_ratio"),
+        (changed(INTERNVL, vision_feature_select_strategy="full"), "select_strategy = 'full'"),
     ],
 )
 def test_what_would_be_wrong_is_refused(config, message):

@@ -74,9 +74,8 @@ def test_weight_decay_knows_the_decoders_names():
         if not decays
     }
     norms_and_biases = {name for name in WEIGHT_AXES if "norm" in name or "bias" in name}
-    others = {"delta_decay_log", "layer_scalar", "router_gain", "vision_feature_gain"}
-    bounds = {name for name in WEIGHT_AXES if name.endswith(("_min", "_max"))}
-    assert spared == norms_and_biases | others | bounds
+    others = {name for name in WEIGHT_AXES if name.endswith(("_gain", "_min", "_max"))}
+    assert spared == norms_and_biases | others | {"delta_decay_log", "layer_scalar"}
     assert {"embedding", "query", "down"}.isdisjoint(spared)
 
 

@@ -96,7 +96,7 @@ class ModelConfig:
     lora: LoraConfig = LoraConfig()
     images: bool = False
     """Read images with a Gemma 3 or 4 that has a tower, a text model otherwise. Models of other
-    families that read images (LLaVA, Idefics3, SmolVLM) always do."""
+    families that read images (LLaVA, InternVL, Idefics3, SmolVLM) always do."""
     freeze: tuple[Literal["vision", "projector"], ...] = ()
     """Parts of a model that reads images which do not train. vision: the tower. projector: what
     makes its states as wide as the text's. With adapters neither trains."""

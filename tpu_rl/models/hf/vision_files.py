@@ -161,7 +161,7 @@ INTERNVL_VALUES = {
     "use_absolute_position_embeddings": True,
 }
 """Fields of InternVL's vision_config with the values that are supported: those of InternVL3 up to
-38B have layer norms, and no norms of queries and keys."""
+14B have layer norms, and no norms of queries and keys."""
 
 LARGEST_SIZE = 65_536
 
