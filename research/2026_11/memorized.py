@@ -1,10 +1,10 @@
-"""Memorization scores: a model that learns 200 problems by heart, and one that learns the task.
+"""Memorization scores: models that learn 200 problems by heart, and one that learned the task.
 
     python research/2026_11/memorized.py --to runs/memorized
 
 200 expressions of five terms with right answers and no calculation, and a variant of each with
 another last number. The shipped model without its weights learns the 200 by heart for 50 to 400
-steps, and, as the control, fresh expressions that are solved step by step for as many.
+steps. The control is the shipped model, which learned fresh expressions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import demos
 from tpu_rl.commands import compare
 from tpu_rl.environments import arithmetic
 
+CONTROL = "builtin:arithmetic"
 STEPS = (50, 100, 200, 400)
 RATE = ("--optimizer.learning-rate", "1e-3", "--optimizer.warmup-steps", "20")
 LENGTHS = ("--sampling.max-prompt-tokens", "24", "--sampling.max-new-tokens", "64")
@@ -60,20 +61,18 @@ def main() -> None:
         variants = write(
             options.to / f"variants_{seed}.jsonl", [changed(p, numbers) for p in originals]
         )
-        start = ("--model.path", "builtin:arithmetic", "--model.random-init", "--seed", seed)
+        start = ("--model.path", CONTROL, "--model.random-init", "--seed", seed)
         common = (*start, *RATE, *LENGTHS, *BATCH, "--evaluation.rows", "0")
         folders = []
         for steps in STEPS:
             by_heart = options.to / f"by_heart_{steps}_{seed}"
             demos.train(by_heart, ["sft", *common, "--data.path", data, "--steps", steps])
-            solved = options.to / f"solved_{steps}_{seed}"
-            demos.train(solved, ["arithmetic_sft", *common, "--steps", steps])
-            folders += [by_heart, solved]
+            folders.append(by_heart)
         sets = []
         for path in (data, variants):
-            flags = ["grpo", "--model.path", "builtin:arithmetic", "--data.path", path]
+            flags = ["grpo", "--model.path", CONTROL, "--data.path", path]
             sets.append([*flags, "--reward", "arithmetic", "--evaluation.rows", "200", *LENGTHS])
-        flags = compare.Flags(models=tuple(map(str, folders)), temperature=0.0, memorized=True)
+        flags = compare.Flags(models=(*map(str, folders), CONTROL), temperature=0.0, memorized=True)
         print(compare.compare(flags, sets), flush=True)
 
 
