@@ -1,16 +1,22 @@
 """Dynamic sampling replaces groups whose rewards are all equal; the filter drops groups whose
 rewards hardly differ."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.fixtures.echo import digit, score_prompts
+from tpu_rl import data
 from tpu_rl.errors import InputError
-from tpu_rl.experience import pairing
+from tpu_rl.experience import pairing, rollouts
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.source import Source
 from tpu_rl.rollout import dynamic_sampling, records, scoring
+from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.rollout.scoring import Scored
 
 
@@ -23,7 +29,7 @@ def collect(rounds: list[list[str]], max_rounds: int) -> Scored:
         prompts = [row["prompt"] for row in rows]
         return score_prompts(prompts, {"digit": digit}, 2, first_row_id=round_ * num_completions)
 
-    return dynamic_sampling.collect(lambda: next(stream), roll_out, max_rounds)
+    return dynamic_sampling.collect(lambda _: next(stream), roll_out, len(rounds[0]), max_rounds)
 
 
 def test_groups_with_equal_rewards_are_replaced():
@@ -68,6 +74,64 @@ def test_metrics_describe_all_rounds():
     # The fault is in a group that was passed over: there is a warning, but no record in the batch.
     assert records.warnings(scored) == ["1 of 12 completions not scored: digit: no 8 here"]
     assert not any("error" in record for record in records.records(scored, 1))
+
+
+# --- rounds as large as needed ---
+
+
+@pytest.mark.parametrize(
+    ("informative", "expected"),
+    [
+        # 2 are missing and 6 of 8 were informative: 2.7 prompts.
+        ([1] * 6 + [0] * 2, 4),
+        ([1] * 7 + [0], 2),
+        # 7 are missing and 1 of 8 was informative: 56.
+        ([1] + [0] * 7, 8),
+        ([0] * 8, 8),
+        # Two rounds: 1 is missing and 7 of 16 were informative, 2.3 prompts.
+        ([1] * 7 + [0] * 9, 4),
+    ],
+)
+def test_as_many_prompts_as_the_share_says_are_needed(informative, expected):
+    assert dynamic_sampling.num_needed(np.array(informative, bool), 8) == expected
+
+
+def test_an_odd_batch_is_not_divided():
+    assert dynamic_sampling.num_needed(np.array([True, True, False]), 3) == 3
+
+
+def test_needed_rows_come_one_by_one_and_resume_exactly():
+    """Each step samples 4 prompts, then 2 or 1, and none of the rows of the stream is lost."""
+    texts = ["10", "20", "30", "11", "40", "22", "12", "13", "14", "31", "32", "21"]
+    rows = [{"prompt": text} for text in texts]
+    seen: list[str] = []
+
+    class EngineOfEchoes:
+        def roll_out(self, params: Any, request: RolloutRequest) -> Scored:
+            prompts = [row["prompt"] for row in request.rows]
+            seen.extend(prompts)
+            return score_prompts(prompts, {"digit": digit}, 2, request.first_row_id)
+
+    def make() -> Source:
+        stream = data.stream(rows, seed=0, batch_size=1, shuffle=False)
+        engine: Any = EngineOfEchoes()
+        batch = BatchConfig(prompts=4, group_size=2)
+        return rollouts.rollout_source(engine, stream, batch, 3, only_needed=True)
+
+    state: Any = SimpleNamespace(params={}, step=0)
+    source = make()
+    first = source.draw(1, state)
+    assert seen == ["10", "20", "30", "11", "40", "22"]
+    saved = json.loads(json.dumps(source.get_state()))
+    assert saved["next_batch"] == 6
+    source.draw(2, state)
+    whole = list(seen)
+    resumed = make()
+    resumed.set_state(saved)
+    seen.clear()
+    resumed.draw(2, state)
+    assert whole[6:] == seen == ["12", "13", "14", "31"]
+    assert first.metrics["rollout/kept"] == 4 / 6
 
 
 # --- the filter by variance ---

@@ -340,6 +340,11 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
     )
 
 
+def rows_at_once(config: ExperimentConfig) -> int:
+    """Return the rows that a stream of prompts yields at once."""
+    return 1 if config.rollout.dynamic_sampling_size == "needed" else config.batch.prompts
+
+
 def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
@@ -350,7 +355,8 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
-        source = _source_of(context, answering, row_stream(context, stage), chain, adapts)
+        stream = row_stream(context, stage, rows_at_once(context.config))
+        source = _source_of(context, answering, stream, chain, adapts)
         return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = prompt_room(context.config, tokenizer)
@@ -402,7 +408,8 @@ def _source_of(
         thread = _sampler_thread(context, engine)
         return stale_rollouts.stale_source(engine, stream, batch, chain, thread)
     rounds = settings.dynamic_sampling_rounds
-    source = rollouts.rollout_source(engine, stream, batch, rounds, chain)
+    only_needed = settings.dynamic_sampling_size == "needed"
+    source = rollouts.rollout_source(engine, stream, batch, rounds, chain, only_needed)
     if not adapts_temperature:
         return source
     return rollouts.at_temperature(source, controllers.temperature_factor)
@@ -539,10 +546,11 @@ def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     if spec.sampled_by is not None:
         return pairs.sampled_pair_source(
             rollout_engine(context, spec.sampled_by),
-            row_stream(context, stage),
+            row_stream(context, stage, rows_at_once(config)),
             config.batch,
             spec.graded,
             config.rollout.dynamic_sampling_rounds,
+            config.rollout.dynamic_sampling_size == "needed",
         )
     given = require_pairs(config, context.language.tokenizer)
     stream = dataset_identity.make_stream(

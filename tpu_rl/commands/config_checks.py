@@ -577,6 +577,13 @@ def check_dynamic_sampling(
             why="groups without a success, which solutions help most, have equal rewards",
             fix="leave both out",
         )
+    if rollout.dynamic_sampling_size == "needed" and not rollout.dynamic_sampling_rounds:
+        raise InputError(
+            "--rollout.dynamic-sampling-size needed changes nothing without further rounds",
+            where="--rollout.dynamic-sampling-size",
+            why="--rollout.dynamic-sampling-rounds is 0",
+            fix="add --rollout.dynamic-sampling-rounds 3, or leave it out",
+        )
     if rollout.dynamic_sampling_rounds and batch.group_size == 1:
         raise InputError(
             "no group of one completion has different rewards",

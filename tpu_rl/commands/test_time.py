@@ -142,13 +142,14 @@ def run(flags: Flags, config: ExperimentConfig) -> str:
             untrained = answer(context, first, row, flags.samples)
             # Steps donate their state, so that they get copies.
             state: TrainState = jax.tree.map(jnp.copy, first)
-            stream = data.stream(training[index], config.seed, config.batch.prompts)
+            stream = data.stream(training[index], config.seed, compose.rows_at_once(config))
             source = rollouts.rollout_source(
                 engine,
                 stream,
                 config.batch,
                 config.rollout.dynamic_sampling_rounds,
                 transforms,
+                config.rollout.dynamic_sampling_size == "needed",
             )
             for step in range(1, flags.steps + 1):
                 experience = source.draw(index * flags.steps + step, state)

@@ -130,6 +130,10 @@ class RowStream:
         rows = next(self._batches)
         return np.arange(first, first + len(rows), dtype=np.int64), rows
 
+    def take(self, count: int) -> list[Row]:
+        """Return the next `count` rows of a stream whose batches are single rows."""
+        return [row for _ in range(count) for row in next(self)[1]]
+
     def get_state(self) -> dict[str, Any]:
         """Return the position after the last batch, and the stream's identity, as JSON values."""
         return {**self._identity, "next_batch": self._batches.get_state()["next_index"]}

@@ -200,6 +200,9 @@ class RolloutConfig:
     dynamic_sampling_rounds: int = 0
     """Dynamic sampling (DAPO): the largest number of further batches that are sampled to replace
     groups whose rewards are all equal. 0 turns it off."""
+    dynamic_sampling_size: Literal["batch", "needed"] = "batch"
+    """Prompts of such a further batch: as many as in a batch, or a quarter, a half or all of that,
+    whichever holds as many as the share of informative groups so far says are needed."""
     keep_variance_share: float = 1.0
     """Learn only from this share of the prompts, those whose rewards have the largest standard
     deviations (StarPO-S); 1 keeps all. The other prompts count in metrics alone."""

@@ -75,15 +75,21 @@ class Curriculum(data.RowStream):
         self._passed_over = 0
 
     def __next__(self) -> tuple[np.ndarray, list[Row]]:
-        again = self._repeated[: self._batch_size]
+        return self._next(self._batch_size)
+
+    def take(self, count: int) -> list[Row]:
+        return self._next(count)[1]
+
+    def _next(self, count: int) -> tuple[np.ndarray, list[Row]]:
+        again = self._repeated[:count]
         self._repeated = self._repeated[len(again) :]
         rows = [self._with_start(row, HINTS[hint]) for row, hint in again]
         ids = [np.full(len(rows), -1, np.int64)]
         share = self._share()
         self._passed_over = 0
-        while len(rows) < self._batch_size:
+        while len(rows) < count:
             row_id, (row,) = next(self._rows)
-            limit = MAX_PASSED_OVER * self._batch_size
+            limit = MAX_PASSED_OVER * count
             if self._passed_over < limit and not self._is_wanted(row):
                 self._passed_over += 1
                 continue

@@ -32,10 +32,12 @@ def sampled_pair_source(
     batch: BatchConfig,
     graded: bool,
     dynamic_sampling_rounds: int = 0,
+    only_needed: bool = False,
 ) -> Source:
     """Return the source of pairs of sampled completions: of each prompt a good and a bad one.
 
-    With `graded`, each completion stands for itself, with True if it is good.
+    With `graded`, each completion stands for itself, with True if it is good. The last two
+    arguments are those of `rollouts.rollout_source`.
     """
     num_completions = batch.prompts * batch.group_size
 
@@ -45,7 +47,11 @@ def sampled_pair_source(
             return engine.roll_out(state.params, request)
 
         scored = dynamic_sampling.collect(
-            lambda: next(stream)[1], roll_out, dynamic_sampling_rounds
+            stream.take if only_needed else lambda _: next(stream)[1],
+            roll_out,
+            batch.prompts,
+            dynamic_sampling_rounds,
+            only_needed,
         )
         pairs, num_without = pairing.grade(scored) if graded else pairing.pair_up(scored)
         num_groups = len(np.unique(pairs.group_id))

@@ -24,15 +24,17 @@ def rollout_source(
     batch: BatchConfig,
     dynamic_sampling_rounds: int = 0,
     transforms: Sequence[Transform] = (),
+    only_needed: bool = False,
 ) -> Source:
     """Return the source of online rollouts.
 
     Args:
         engine: samples from the current policy.
-        stream: data rows, `batch.prompts` at a time.
+        stream: data rows, `batch.prompts` at a time; one at a time with `only_needed`.
         batch: the size of a batch.
-        dynamic_sampling_rounds: see `dynamic_sampling.collect`.
+        dynamic_sampling_rounds: `max_rounds` of `dynamic_sampling.collect`.
         transforms: what happens to each batch before it is packed.
+        only_needed: see `dynamic_sampling.collect`.
     """
     num_completions = batch.prompts * batch.group_size
 
@@ -42,7 +44,11 @@ def rollout_source(
             return engine.roll_out(state.params, request)
 
         scored = dynamic_sampling.collect(
-            lambda: next(stream)[1], roll_out, dynamic_sampling_rounds
+            stream.take if only_needed else lambda _: next(stream)[1],
+            roll_out,
+            batch.prompts,
+            dynamic_sampling_rounds,
+            only_needed,
         )
         return from_scored(apply(transforms, scored, step, state), step)
 

@@ -32,27 +32,53 @@ from tpu_rl.types import RowSource
 
 
 def collect(
-    next_rows: Callable[[], list[Row]],
+    next_rows: Callable[[int], list[Row]],
     roll_out: Callable[[list[Row], int], Scored],
+    num_groups: int,
     max_rounds: int = 0,
+    only_needed: bool = False,
 ) -> Scored:
     """Return one batch of scored completions.
 
-    `roll_out(rows, round)` samples and scores completions of the rows' prompts. If `max_rounds` is
-    0, the batch is that of the first rows. Otherwise groups whose rewards are all equal are
-    replaced by groups of up to `max_rounds` further batches. If too few groups are informative even
-    then, such groups fill the batch, so that its size never changes.
+    If `max_rounds` is 0, the batch is that of the first rows. Otherwise groups whose rewards are
+    all equal are replaced by groups of up to `max_rounds` further rounds. If too few groups are
+    informative even then, such groups fill the batch, so that its size never changes.
+
+    Args:
+        next_rows: next_rows(count) returns the next rows.
+        roll_out: roll_out(rows, round) samples and scores completions of the rows' prompts.
+        num_groups: prompts of the batch, and of the first round.
+        max_rounds: the largest number of further rounds.
+        only_needed: further rounds have `num_needed` prompts, and not as many as the first.
     """
-    first = roll_out(next_rows(), 0)
+    first = roll_out(next_rows(num_groups), 0)
     if not max_rounds:
         return first
     rounds = [first]
-    num_groups = len(_informative(rounds))
-    while _informative(rounds).sum() < num_groups and len(rounds) <= max_rounds:
-        rounds.append(roll_out(next_rows(), len(rounds)))
     informative = _informative(rounds)
+    while informative.sum() < num_groups and len(rounds) <= max_rounds:
+        count = num_needed(informative, num_groups) if only_needed else num_groups
+        rounds.append(roll_out(next_rows(count), len(rounds)))
+        informative = _informative(rounds)
     order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
     return replace(take(rounds, order[:num_groups]), chosen_from=tuple(rounds))
+
+
+def num_needed(informative: np.ndarray, num_groups: int) -> int:
+    """Return the number of prompts that should give the groups that are missing.
+
+    With n missing and the share p of groups so far that are informative, ceil(n / p) prompts give n
+    in the mean (CodeV-R1, arXiv 2505.24183). It is rounded up to a quarter, half or whole batch,
+    because programs are compiled for each number.
+
+    Args:
+        informative: [groups so far] bool.
+        num_groups: groups of a batch.
+    """
+    missing = num_groups - int(informative.sum())
+    share = max(float(informative.mean()), 1 / len(informative))
+    sizes = [num_groups // part for part in (4, 2) if num_groups % part == 0]
+    return next((size for size in sizes if size * share >= missing), num_groups)
 
 
 def _informative(rounds: list[Scored]) -> np.ndarray:
