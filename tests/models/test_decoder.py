@@ -506,8 +506,8 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
             "qwen3_vl_text, qwen3_vl_moe_text, mixtral, qwen3_moe, olmoe, "
             "gemma2, gemma3_text, gemma4_text, gemma4_unified_text, smollm3, olmo2, olmo3, phi3, "
             "glm4, gpt_oss, deepseek_v3, granite, qwen3_5_text, qwen3_5_moe_text, qwen3_next, "
-            "gemma3, gemma4, gemma4_unified, qwen3_5, qwen3_5_moe, llava, idefics3, smolvlm, "
-            "qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe",
+            "gemma3, gemma4, gemma4_unified, qwen3_5, qwen3_5_moe, llava, idefics3, "
+            "smolvlm, internvl, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
