@@ -1,4 +1,4 @@
-"""Collectives of an update with and without the compiler's asynchronous options.
+"""Collectives of an update with and without the compiler's options of training.
 
     export JAX_PLATFORMS=cpu
     python bench/collectives.py v6e:2x2 [--width 4096] [--inner 16384] [--layers 8] [--tokens 2048]
@@ -24,7 +24,7 @@ from tpu_rl import cost_model
 from tpu_rl.commands.plan import ENVIRONMENT, find_target
 from tpu_rl.planner import estimates
 from tpu_rl.train import sharding
-from tpu_rl.train.update_step import ASYNCHRONOUS_COLLECTIVES
+from tpu_rl.train.update_step import ASYNCHRONOUS_COLLECTIVES, WHOLE_PRODUCTS
 
 
 def main() -> None:
@@ -61,7 +61,13 @@ def main() -> None:
     )
     x = shape(("rows", None, None), flags.rows * mesh.size, flags.tokens, flags.width)
     places = jax.tree.map(lambda leaf: leaf.sharding, matrices)
-    for name, options in (("none", None), ("asynchronous", dict(ASYNCHRONOUS_COLLECTIVES))):
+    all_options = {
+        "none": None,
+        "asynchronous": dict(ASYNCHRONOUS_COLLECTIVES),
+        "whole products": dict(WHOLE_PRODUCTS),
+        "both": ASYNCHRONOUS_COLLECTIVES | WHOLE_PRODUCTS,
+    }
+    for name, options in all_options.items():
         with jax.set_mesh(mesh):
             gradient = jax.jit(jax.grad(loss), out_shardings=places, compiler_options=options)
             program = gradient.lower(matrices, x).compile()

@@ -2,11 +2,12 @@
 
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tests.fixtures.tpu_decoding import compile_decoding, copies
@@ -196,7 +197,7 @@ def test_default_mesh_of_a_cube_gathers_weights():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:4x4x4", "v6e:2x2"])
 def test_the_compiler_knows_the_options_of_training(topology):
     devices = tpu_devices(topology)
     mesh = sharding.make_mesh(fsdp=len(devices), devices=devices)
@@ -204,5 +205,28 @@ def test_the_compiler_knows_the_options_of_training(topology):
     assert options
     one = jax.ShapeDtypeStruct((8, 128), "float32", sharding=SingleDeviceSharding(devices[0]))
     jax.jit(lambda x: 2 * x, compiler_options=options).lower(one).compile()
-    v5e = sharding.make_mesh(fsdp=4, devices=tpu_devices("v5e:2x2"))
-    assert update_step.compiler_options(v5e) is None
+
+
+@needs_libtpu
+def test_products_of_training_take_whole_weights():
+    """Without the options, XLA multiplies shard by shard and rounds the sums."""
+    devices = tpu_devices("v5e:4x4")
+    mesh = sharding.make_mesh(fsdp=16, devices=devices)
+
+    def shape(axes: tuple[str | None, ...], *sizes: int) -> Any:
+        place = NamedSharding(mesh, sharding.spec(axes, sizes, mesh))
+        return jax.ShapeDtypeStruct(sizes, "bfloat16", sharding=place)
+
+    def product(x: Any, weight: Any) -> Any:
+        return sharding.constrain(jnp.einsum("btd,df->btf", x, weight), ("rows", None, None))
+
+    operands = (shape(("rows", None, None), 16, 2048, 4096), shape(("embed", "mlp"), 4096, 14336))
+
+    def kinds(options: dict[str, Any] | None) -> set[str]:
+        with jax.set_mesh(mesh):
+            program = jax.jit(product, compiler_options=options).lower(*operands).compile()
+        text = program.as_text() or ""
+        return set(re.findall(r" (all-gather|collective-permute)(?:-start)?\(", text))
+
+    assert kinds(update_step.compiler_options(mesh)) == {"all-gather"}
+    assert "collective-permute" in kinds(None)

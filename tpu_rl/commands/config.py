@@ -79,8 +79,9 @@ class ModelConfig:
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """xla: matrix products over the tiles of a packed row that see each other. auto: on TPUs, if
     128 divides the length of packed rows, a Pallas kernel that never stores a layer's scores; on
-    NVIDIA GPUs in bfloat16, cuDNN's kernel for training and log-probs, if a trial gives what xla
-    gives; otherwise xla. cudnn: the same, but an error where cuDNN cannot be used."""
+    NVIDIA GPUs in bfloat16, cuDNN's kernel for training and log-probs, and in any type a Pallas
+    kernel for decode steps, each if a trial gives what xla gives; otherwise xla. cudnn: the same,
+    but an error where cuDNN cannot be used."""
     exact_sampling: bool = False
     """Let the update compute the very bits that the sampler did, so that the sampler-trainer gap is
     0 at the first update of a batch, in bfloat16 too. It costs speed; see

@@ -181,7 +181,11 @@ ASYNCHRONOUS_COLLECTIVES = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
-"""Compiler options of v4, v5p and v6e: weights are gathered and gradients summed asynchronously."""
+"""Compiler options of TPUs: weights are gathered and gradients summed asynchronously."""
+
+WHOLE_PRODUCTS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+"""Compiler options of v5e and v6e: products take whole weights. By default XLA multiplies large
+products shard by shard ("windowed"), in smaller products and with sums rounded to bfloat16."""
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
@@ -194,15 +198,17 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     update takes a quarter less memory and no more time (docs/benchmarks/scaling.md). Decoding is
     faster with it, so the sampler does not use these options.
 
-    On v4, v5p and v6e, collectives do not overlap with computation by default, or not all of them.
-    On v5e the options change nothing (docs/benchmarks/scaling.md).
+    On TPUs, collectives do not overlap with computation by default, or not all of them, and on v5e
+    and v6e products are cut so that they do (docs/benchmarks/scaling.md).
 
     On several GPUs, XLA's scheduler hides collectives behind computation. Its options for pipelined
     collectives are left out: jaxlib 0.11.2 has none of them any more.
     """
     device = mesh.devices.flat[0]
-    if device.device_kind in ("TPU v4", "TPU v5", "TPU v6 lite"):
+    if device.device_kind in ("TPU v4", "TPU v5"):
         return dict(ASYNCHRONOUS_COLLECTIVES)
+    if device.device_kind in ("TPU v5 lite", "TPU v6 lite"):
+        return ASYNCHRONOUS_COLLECTIVES | WHOLE_PRODUCTS
     if device.platform == "gpu" and mesh.size > 1:
         return {"xla_gpu_enable_latency_hiding_scheduler": True}
     if device.platform == "cpu" and jax.__version__.startswith("0.10."):
