@@ -14,6 +14,7 @@ from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers, qwen_vision, vision
 from tpu_rl.models.decoder import param_shapes
+from tpu_rl.models.decoder import random_params as random_tree
 from tpu_rl.types import FEATURES
 
 
@@ -240,21 +241,28 @@ def test_full_layers_do_not_see_later_features():
     assert moved[5] > 1e-4
 
 
-def test_a_random_tower_clips_nothing_and_its_files_say_so(tmp_path):
-    _, model, _ = model_and_params("small")
-    params = model.init(jax.random.key(0))
-    bounds = params["vision_layers"]["layer_0"]
-    assert np.all(bounds["vision_query_input_min"] == -np.inf)
-    assert np.all(bounds["vision_down_output_max"] == np.inf)
+def test_a_tower_that_clips_nothing_has_finite_params_and_files_that_say_so(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    _, model, params = model_and_params("small")
+    key = jax.random.key(0)
+    layer = {"vision_up_input_max": params["vision_layers"]["layer_0"]["vision_up_input_max"]}
+    (open_bound,) = jax.tree.leaves(random_tree(model.config, key, jax.eval_shape(lambda: layer)))
+    # A checkpoint of a run with other params is refused.
+    assert np.isfinite(open_bound).all()
+    params["vision_layers"]["layer_0"]["vision_up_input_max"] = open_bound
     models.save(tmp_path, model, params)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    name = "model.vision_tower.encoder.layers.1.mlp.up_proj.input_max"
+    assert stored[name] == np.inf
     again, loaded = models.load(tmp_path, images=True)
     towers = [replace(one.config.vision, source="") for one in (again, model)]
     assert towers[0] == towers[1]
     for path, leaf in jax.tree.leaves_with_path(params):
         np.testing.assert_array_equal(leaf, dict(jax.tree.leaves_with_path(loaded))[path])
-    bounds["vision_up_input_max"] = bounds["vision_up_input_max"].at[0].set(np.nan)
-    models.save(tmp_path, model, params)
-    with pytest.raises(InputError, match="1 of .* tensors hold NaN"):
+    save_file(stored | {name: np.array(np.nan, np.float32)}, file)
+    with pytest.raises(InputError, match=f"1 of .* tensors hold NaN(.|\n)*{name}"):
         models.load(tmp_path, images=True)
 
 

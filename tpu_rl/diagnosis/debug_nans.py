@@ -21,7 +21,6 @@ import numpy as np
 import optax
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.config import BOUNDS
 from tpu_rl.train import sharding, update_step
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, TrainState
 
@@ -88,11 +87,7 @@ def watch_updates(
             what = f"the update after {state.step} is not finite"
             _require_finite_update(what, algorithm, trainable, state.params, batch)
             raise _unexplained(what)
-        bad_leaves = [
-            name
-            for name, finite in _named(finite_leaves(state.params))
-            if not finite and not name.endswith(BOUNDS)
-        ]
+        bad_leaves = [name for name, finite in _named(finite_leaves(state.params)) if not finite]
         if bad_leaves:
             raise InputError(
                 f"update {state.step} made params that are not finite",

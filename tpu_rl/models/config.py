@@ -195,7 +195,10 @@ IMAGE_MATRICES = (
 
 BOUNDS = ("_input_min", "_input_max", "_output_min", "_output_max")
 """Suffixes of the names of numbers to which the inputs and the outputs of a tower's matrix are
-clipped; the prefix is the name of the matrix (Gemma 4). They may be infinite."""
+clipped; the prefix is the name of the matrix (Gemma 4)."""
+
+NO_BOUND = 2.0**127
+"""The size of bounds that clip nothing. Files have infinite ones, and params are finite."""
 
 for _name in VISION_MATRICES:
     WEIGHT_AXES |= {_name + _bound: () for _bound in BOUNDS}

@@ -40,6 +40,7 @@ from tpu_rl.models.config import (
     FLOAT32,
     LORA_A,
     LORA_B,
+    NO_BOUND,
     ONES,
     OUTPUT_DIMS,
     PLAIN_NORMS,
@@ -175,8 +176,8 @@ def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Para
         if (name.endswith("_norm") and has_gain) or name in ONES:
             return jnp.ones(leaf.shape, leaf.dtype)
         if name.endswith(BOUNDS):
-            infinite = -jnp.inf if name.endswith("_min") else jnp.inf
-            return jnp.full(leaf.shape, infinite, leaf.dtype)
+            bound = -NO_BOUND if name.endswith("_min") else NO_BOUND
+            return jnp.full(leaf.shape, bound, leaf.dtype)
         part = jax.lax.slice(noise, (start,), (start + leaf.size,)).reshape(leaf.shape)
         if name == "delta_decay_log":
             uniform = jnp.maximum(jax.scipy.special.ndtr(part), 1e-3)

@@ -30,6 +30,7 @@ from tpu_rl.models.config import (
     FLOAT32,
     LORA_A,
     LORA_B,
+    NO_BOUND,
     QUANTIZED,
     STACKED,
     TILE_TOKEN,
@@ -429,17 +430,14 @@ def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
 
 @jax.jit
 def _all_finite(params: Params) -> Array:
-    leaves = jax.tree.leaves_with_path(params)
-    return jnp.stack(
-        [jnp.isfinite(_checked(path[-1].key, leaf)).all() for path, leaf in leaves]
-    ).all()
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
-def _checked(name: str, weight: Any) -> Any:
-    """Return what must be finite of a weight; bounds are infinite where nothing is clipped."""
+def _with_finite_bounds(name: str, weight: np.ndarray) -> np.ndarray:
+    """Return a stored weight as params have it: without infinite bounds (`NO_BOUND`)."""
     if not name.replace(".", "_").endswith(BOUNDS):
         return weight
-    return jnp.where(jnp.isinf(weight), 0, weight)
+    return np.clip(np.asarray(weight, np.float32), -NO_BOUND, NO_BOUND)
 
 
 def _require_finite(
@@ -454,7 +452,7 @@ def _require_finite(
     names = [
         name
         for name, tensor in stored.items()
-        if not np.isfinite(_checked(name, tensor.read())).all()
+        if not np.isfinite(_with_finite_bounds(name, tensor.read())).all()
     ]
     raise InputError(
         f"{len(names)} of {len(stored)} tensors hold NaN or infinity",
@@ -495,7 +493,8 @@ def _read_weight(
         if is_expert:
             experts = views[index[0]]
             return np.stack([view[index[1:]].astype(config.param_dtype) for view in experts])
-        return np.array(views[0][index], config.stored_dtype(name), order="C")
+        view = _with_finite_bounds(name, views[0][index])
+        return np.array(view, config.stored_dtype(name), order="C")
 
     weight = jax.make_array_from_callback(shape, weight_sharding, read_shard)
     # Otherwise many tensors could wait on the host.

@@ -16,7 +16,9 @@ import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import (
+    BOUNDS,
     EXPERT_MATRICES,
+    NO_BOUND,
     OUTPUT_DIMS,
     WEIGHT_AXES,
     DecoderConfig,
@@ -47,6 +49,10 @@ class WeightLocation(NamedTuple):
 
     def to_file(self, tensor: np.ndarray) -> np.ndarray:
         """Return a tensor of the params in the layout of the file."""
+        if self.path[-1].endswith(BOUNDS):
+            bound = tensor.astype(np.float32)
+            infinite = np.copysign(np.float32(np.inf), bound)
+            tensor = np.where(np.abs(bound) >= NO_BOUND, infinite, bound).astype(tensor.dtype)
         if self.is_transposed:
             *experts, outputs, inputs = self.shape
             return tensor.reshape(*experts, inputs, outputs).swapaxes(-1, -2)
