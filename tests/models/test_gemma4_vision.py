@@ -262,7 +262,7 @@ def test_a_tower_that_clips_nothing_has_finite_params_and_files_that_say_so(tmp_
     for path, leaf in jax.tree.leaves_with_path(params):
         np.testing.assert_array_equal(leaf, dict(jax.tree.leaves_with_path(loaded))[path])
     save_file(stored | {name: np.array(np.nan, np.float32)}, file)
-    with pytest.raises(InputError, match=f"1 of .* tensors hold NaN(.|\n)*{name}"):
+    with pytest.raises(InputError, match=r"1 of .* hold NaN(.|\n)*up_proj.input_max"):
         models.load(tmp_path, images=True)
 
 
