@@ -55,19 +55,23 @@ def right_answers(directory: str) -> np.ndarray:
 
 
 def pairs(to: Path, seeds: list[int], chosen: list[str]) -> None:
-    """Print the paired differences of the chosen arms from the first of them."""
-    first, *others = (
-        np.array([right_answers(str(to / f"{arm}_{seed}/model")) for seed in seeds])
+    """Print the paired differences of the chosen arms from the first of them, and from "fp8"."""
+    answers = {
+        arm: np.array([right_answers(str(to / f"{arm}_{seed}/model")) for seed in seeds])
         for arm in chosen
-    )
-    for arm, answers in zip(chosen[1:], others, strict=True):
-        each = ", ".join(f"{100 * value:+.1f}" for value in (answers - first).mean(-1))
-        print(f"{arm} - {chosen[0]}: {demos.paired(answers - first)}; seeds {each}")
+    }
+    arms.print_heading("difference", "mean", "seeds")
+    for base in dict.fromkeys([chosen[0], *(arm for arm in ("fp8",) if arm in answers)]):
+        for arm in chosen:
+            if arm != base:
+                difference = answers[arm] - answers[base]
+                each = ", ".join(f"{100 * value:+.1f}" for value in difference.mean(-1))
+                arms.print_row(f"{arm} - {base}", demos.paired(difference), each)
 
 
 def report(to: Path, seeds: list[int], svg: Path | None) -> None:
     """Print the last accuracy of each arm, and draw accuracies over steps."""
-    arms.print_heading("arm", *(f"seed {seed}" for seed in seeds), "best", "gap", "reward < 0.1")
+    arms.print_heading("arm", *(f"seed {seed}" for seed in seeds), "best", "gap", "largest", "reward < 0.1")
     lines = []
     for arm in ARMS:
         folders = [to / f"{arm}_{seed}" for seed in seeds]
@@ -81,6 +85,7 @@ def report(to: Path, seeds: list[int], svg: Path | None) -> None:
             np.mean([row["policy/log_prob_gap_mean"] for row in run if row["step"] > 0])
             for run in rows
         ]
+        largest = np.max([[row.get("policy/log_prob_gap_max", 0) for row in run] for run in rows])
         low = [
             next((row["step"] for row in run if row.get("reward/mean", 1.0) < 0.1), "-")
             for run in rows
@@ -88,7 +93,7 @@ def report(to: Path, seeds: list[int], svg: Path | None) -> None:
         last = [f"{100 * value:.1f}" for value in values[:, -1]]
         last += ["-"] * (len(seeds) - len(last))
         best = ", ".join(f"{100 * value:.1f}" for value in values.max(-1))
-        arms.print_row(arm, *last, best, f"{np.mean(gaps):.1e}", ", ".join(map(str, low)))
+        arms.print_row(arm, *last, best, f"{np.mean(gaps):.1e}", f"{largest:.1e}", ", ".join(map(str, low)))
         steps = np.array([row["step"] for row in evaluated[0]])
         lines.append(Series(arm, steps, values.mean(0), values.min(0), values.max(0)))
     if svg:
