@@ -9,13 +9,15 @@ import pytest
 
 from tests.fixtures import several
 from tests.fixtures.decoders import tiny
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import compose, meshes, plan_steps, run
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands.config import ExperimentConfig
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError
 from tpu_rl.planner import update_memory
-from tpu_rl.train import sharding
+from tpu_rl.train import sharding, update_step
 
 
 def experiment(micro_batch_rows: int = 4, tensor_parallel: int | None = None) -> ExperimentConfig:
@@ -172,3 +174,29 @@ def test_run_prints_the_note_and_uses_larger_micro_batches(tmp_path):
     saved = configuration.load(tmp_path / "run" / "config.yaml")
     # The saved configuration is as given, because the run may continue on other devices.
     assert saved.batch.micro_batch_rows == 1
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), "on"),
+        # A reference and 1.0 GiB more: by the compiler it does not fit with whole products.
+        (("--algorithm.kl-loss-coef", "0.001"), "off"),
+        (("--batch.whole-products", "off"), "off"),
+    ],
+)
+def test_products_are_whole_where_the_update_fits(flags, expected):
+    command = ["gsm8k_grpo", "--model.path", "Llama-3.1-8B", "--batch.micro-batch-rows", "16"]
+    chip = CHIPS["v5e"]
+    mesh = compose.make_mesh(MeshConfig(), tpu_devices("v5e:4x4"))
+    with plan_steps.known_by_name(configuration.parse([*command, *flags])) as config:
+        model = plan_steps.read_model(config)
+        chosen, line = meshes.choose_products(config, model, mesh, chip.memory)
+        alone = compose.make_mesh(MeshConfig(), tpu_devices("v5e:4x4")[:1])
+        assert meshes.choose_products(config, model, alone, chip.memory) == (config, "")
+    assert chosen.batch.whole_products == expected
+    assert ("in windows" in line) == (expected == "off" and "--batch.whole-products" not in flags)
+    options = compose.training_options(chosen, mesh)
+    assert options is not None
+    assert (update_step.WHOLE_PRODUCTS.items() <= options.items()) == (expected == "on")

@@ -849,8 +849,13 @@ def make_update_step(
         jax.tree.map(lambda leaf: leaf.sharding, state),
         partial(models.cast_to_compute_dtype, dtype=context.config.model.dtype),
         router_probe(context.config, context.models, stage),
-        update_step.compiler_options(context.mesh),
+        training_options(context.config, context.mesh),
     )
+
+
+def training_options(config: ExperimentConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """Return the compiler options of a run's training programs."""
+    return update_step.compiler_options(mesh, config.batch.has_whole_products)
 
 
 def router_probe(

@@ -28,7 +28,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.planner.estimates import Change, Line, Plan, Target
 from tpu_rl.planner.steps import Compile, compile_step
 from tpu_rl.sampler.config import TensorParallel
-from tpu_rl.train import sharding
+from tpu_rl.train import sharding, update_step
 from tpu_rl.types import Model
 
 STATE_MARGIN = 1.25
@@ -61,6 +61,9 @@ def make_plan(
     if rows:
         say(rows)
     config = meshes.fit_micro_batch(config, mesh)
+    config, products = meshes.choose_products(config, model, mesh, target.memory)
+    if products:
+        say(products)
     if "sampling" in parts:
         config, decoding = meshes.choose_sampling(
             config, model, mesh, target.memory, sampler_devices
@@ -164,6 +167,12 @@ def _proposals(
             f"--batch.micro-batch-rows {rows}",
             {"batch": replace(batch, micro_batch_rows=rows)},
             {"temporaries": rows / batch.micro_batch_rows},
+        )
+    if learns and batch.has_whole_products and update_step.takes_windows(line.step.mesh):
+        yield _Proposal(
+            "--batch.whole-products off",
+            {"batch": replace(batch, whole_products="off")},
+            {"temporaries": 0.85},
         )
     shortest = sampling.max_prompt_tokens + sampling.max_new_tokens
     if learns and batch.row_length >= 2 * shortest:

@@ -323,7 +323,7 @@ def learning_steps(planned: StagePlan, compile_with: Compile = compile_step) -> 
     layout, experience = full_experience(planned)
     tokens = math.prod(experience.layout.source.shape)
 
-    make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(mesh))
+    make_batch = update_step.make_batch_step(algorithm, compose.training_options(config, mesh))
     arguments = (experience, state.params, state.algorithm_state)
     compiled = compile_with(mesh, make_batch, *arguments)
     batch_bytes = chip_bytes(experience)

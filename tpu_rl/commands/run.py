@@ -266,7 +266,8 @@ def compose_stage(
     params = compose.reset_roles(context, stage, params)
     evaluations = evaluators.evaluator(context, stage, algorithm, params)
     state, update = compose.learner(context, stage, algorithm, params)
-    make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(context.mesh))
+    options = compose.training_options(context.config, context.mesh)
+    make_batch = update_step.make_batch_step(algorithm, options)
     if context.config.debug_nans:
         trainable = compose.learning(context.config, stage).trainable
         make_batch = debug_nans.watch_batches(algorithm, trainable, make_batch)
@@ -337,10 +338,13 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
         processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
     )
     config = meshes.fit_micro_batch(config, mesh)
+    config, products = meshes.choose_products(config, model, mesh, memory)
     say = print if processes.index() == 0 else lambda text: None
     say(where_it_runs(config, folder))
     if micro_batches:
         say(micro_batches)
+    if products:
+        say(products)
     config, decoding = meshes.choose_sampling(config, model, mesh, memory, devices.sampler)
     if decoding:
         say(decoding)

@@ -134,7 +134,7 @@ def run(flags: Flags, config: ExperimentConfig) -> str:
         stage = config.stages[0]
         algorithm = compose.build_algorithm(context, stage)
         first, update = compose.learner(context, stage, algorithm, params)
-        make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(mesh))
+        make_batch = update_step.make_batch_step(algorithm, compose.training_options(config, mesh))
         engine = compose.rollout_engine(context)
         transforms = compose.batch_transforms(context, stage)
         known: list[tuple[Answers, Answers]] = []

@@ -133,9 +133,19 @@ class BatchConfig:
     devices can share. 0: 4, or a thirty-second of a step of full length if that is more, or as
     many as fit in memory if that is less; where the memory of a device is not known, as on CPUs, 4.
     The run records its choice, and goes on with it."""
+    whole_products: Literal["auto", "on", "off"] = "auto"
+    """TPU v5e and v6e: multiply by whole weights in training, gathered from the devices that share
+    them. off: XLA cuts large products in windows, which takes 1 to 2 GiB less of a device's memory,
+    more time by the compiler's estimate, and rounds sums twice. auto: on if the update fits by
+    estimate."""
     share_prefixes: bool = True
     """Store the prompt of a group, and whatever else its completions share, once in a packed row.
     Models with a recurrent state (Qwen3.5) need False, which repeats it for each completion."""
+
+    @property
+    def has_whole_products(self) -> bool:
+        """True unless `whole_products` is off, or was found too large."""
+        return self.whole_products != "off"
 
     @property
     def rows_at_once(self) -> int:

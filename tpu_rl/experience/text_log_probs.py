@@ -52,7 +52,9 @@ def text_log_probs(
         temperature: divides the logits.
     """
 
-    @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
+    options = update_step.compiler_options(mesh, batch.has_whole_products)
+
+    @partial(jax.jit, compiler_options=options)
     def batch_log_probs(params: Params, experience: Experience) -> jax.Array:
         layout = experience.layout
         packed = packing.over_micro_batches(

@@ -188,8 +188,15 @@ WHOLE_PRODUCTS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 products shard by shard ("windowed"), in smaller products and with sums rounded to bfloat16."""
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
-    """Return the compiler options of all training programs on a mesh.
+def takes_windows(mesh: Mesh) -> bool:
+    """Return True if XLA multiplies large products in windows on a mesh, unless it is told not to
+    (`WHOLE_PRODUCTS`)."""
+    return mesh.size > 1 and mesh.devices.flat[0].device_kind in ("TPU v5 lite", "TPU v6 lite")
+
+
+def compiler_options(mesh: Mesh, whole_products: bool = True) -> dict[str, Any] | None:
+    """Return the compiler options of all training programs on a mesh, with whole products where
+    they are wanted.
 
     They all use the same options, because programs compiled with other options round differently.
 
@@ -205,10 +212,10 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     collectives are left out: jaxlib 0.11.2 has none of them any more.
     """
     device = mesh.devices.flat[0]
-    if device.device_kind in ("TPU v4", "TPU v5"):
-        return dict(ASYNCHRONOUS_COLLECTIVES)
-    if device.device_kind in ("TPU v5 lite", "TPU v6 lite"):
+    if takes_windows(mesh) and whole_products:
         return ASYNCHRONOUS_COLLECTIVES | WHOLE_PRODUCTS
+    if device.device_kind in ("TPU v4", "TPU v5", "TPU v5 lite", "TPU v6 lite"):
+        return dict(ASYNCHRONOUS_COLLECTIVES)
     if device.platform == "gpu" and mesh.size > 1:
         return {"xla_gpu_enable_latency_hiding_scheduler": True}
     if device.platform == "cpu" and jax.__version__.startswith("0.10."):
