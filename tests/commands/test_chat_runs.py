@@ -36,7 +36,8 @@ def command(checkpoint, folder, rows, *flags):
 
 
 def check(*arguments):
-    return preflight.check(config.parse(command(*arguments)))
+    flags = [*command(*arguments), "--optimizer.warmup-steps", "0"]
+    return preflight.check(config.parse(flags))
 
 
 @pytest.mark.slow
