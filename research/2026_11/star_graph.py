@@ -9,8 +9,7 @@ coefficient, with CD and FUDGE guided by the same q.
 
 `--graph` chooses the graphs; give each a folder of its own. g24 is that of the presets: G(2, 4), 20
 names. g24_small has 12 names. g24_walks is g24_small with a reference that walks down a random
-branch to its end, and q predicts two tokens ahead. g55_walks is that with G(5, 5), 24 names, eight
-paths of each graph and three tokens ahead. g23 is G(2, 3) with 12 names, which one core
+branch to its end, and q predicts two tokens ahead. g23 is G(2, 3) with 12 names, which one core
 trains in minutes. It
 has each arm once more, with `_longer` behind its name: what is trained starts as a model that was
 pretrained on the paths of g24_small, which are longer. In q_sharp_longer that is q, in the others
@@ -62,25 +61,6 @@ GRAPHS: dict[str, dict[str, list[str]]] = {
             *["--batch.row-length", "96", "--evaluation.interval", "200"],
             *["--algorithm.next-token-coef", "0.5", "--algorithm.next-token-horizon", "2"],
             *["--algorithm.unlabeled-tokens", "1"],
-        ],
-    },
-    "g55_walks": {
-        "all": [
-            *["--data.graph.degree", "5", "--data.graph.length", "5", "--data.graph.nodes", "24"],
-            *["--sampling.max-prompt-tokens", "68", "--model.remat", "none"],
-        ],
-        "pretrain": [
-            *FROM_SCRATCH,
-            *["--data.demonstrated", "any", "--optimizer.schedule", "constant"],
-            *["--batch.prompts", "64", "--batch.row-length", "76", "--batch.micro-batch-rows", "16"],
-            *["--steps", "1000"],
-        ],
-        "q_sharp": [
-            *["--steps", "1000", "--algorithm.prompts", "64000", "--batch.prompts", "64"],
-            *["--batch.group-size", "8", "--batch.row-length", "112"],
-            *["--batch.micro-batch-rows", "16", "--evaluation.interval", "100"],
-            *["--algorithm.next-token-coef", "0.5", "--algorithm.next-token-horizon", "3"],
-            *["--algorithm.unlabeled-tokens", "1", "--algorithm.candidates", "8"],
         ],
     },
     "g23": {
