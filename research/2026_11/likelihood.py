@@ -19,12 +19,12 @@ from mismatch import right_answers
 from tpu_rl.commands import roles
 
 COMMON = ("--steps", "50", "--checkpoint.interval", "50", "--evaluation.interval", "10")
-WITHOUT_VERIFIER = ("--reward", "0*arithmetic", "--evaluation.reward", "arithmetic")
-MARK = ("--rollout.likelihood.coef", "1", "--rollout.likelihood.mark", "#")
 ARMS = {
     "verifier": (),
-    "gain": (*WITHOUT_VERIFIER, *MARK),
-    "spread": (*WITHOUT_VERIFIER, *MARK, "--rollout.likelihood.form", "spread"),
+    "gain": (
+        *("--reward", "0*arithmetic", "--evaluation.reward", "arithmetic"),
+        *("--rollout.likelihood.coef", "1", "--rollout.likelihood.mark", "#"),
+    ),
 }
 
 
