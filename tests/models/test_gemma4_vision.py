@@ -15,6 +15,8 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import layers, qwen_vision, vision
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.models.decoder import random_params as random_tree
+from tpu_rl.sampler import SamplerConfig, SegmentConfig
+from tpu_rl.sampler.conversation_sampler import ConversationSampler, TurnRequest
 from tpu_rl.types import FEATURES
 
 
@@ -324,3 +326,38 @@ def test_tokens_of_images_and_sound_are_never_sampled():
 
     _, model, _ = model_and_params("large")
     assert image_tokens(model.config.vision) == set(range(90, 97))
+
+
+@pytest.mark.slow
+def test_a_conversation_reads_images_of_later_turns_whole():
+    config, model, params = model_and_params("large")
+    _, _, pieces, _ = text_with_images(config, [(2, 2), (2, 3)])
+    reading = params | {FEATURES: models.image_features(model)(params, pieces)}
+    live = ConversationSampler(
+        models.policy(model),
+        reading,
+        SamplerConfig(max_new_tokens=4, stop_ids=(), segments=SegmentConfig(steps=2)),
+        num_slots=1,
+        max_length=64,
+        prompt_length=8,
+        whole_images=(VOCABULARY, 6),
+    )
+    text, log_probs = [3, *range(VOCABULARY, VOCABULARY + 4), 5], []
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    # In the second turn the image begins two places before the end of a chunk of 16.
+    later = [*[7] * 13, *range(VOCABULARY + 4, VOCABULARY + 10), 5, 6]
+    starts = []
+    for turn in range(2):
+        live.submit([TurnRequest(0, list(text), key, 4)])
+        while not live.is_idle:
+            for written in live.step():
+                starts.append(len(text))
+                text += written.tokens
+                log_probs.append(written.log_probs)
+        text += later if turn == 0 else []
+    logits = model.logits(params, hidden(model, params, [text], pieces))[0]
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    for start, sampled in zip(starts, log_probs, strict=True):
+        places = np.arange(start, start + len(sampled))
+        chosen = expected[places - 1, np.array(text)[places]]
+        np.testing.assert_allclose(sampled, chosen, atol=1e-5)
