@@ -38,9 +38,9 @@ MAX_RENDERED_ROWS = 200
 OTHER_COLUMNS = {"tools", "functions", *SYSTEM_COLUMNS}
 """Columns that are read beside those of the algorithm, if a row has them."""
 COLUMNS_OF_SOURCE = {
-    "demonstrations": {"weight", "span_weights"},
-    "completions": {"weight", "span_weights"},
-    "pairs": {"margin"},
+    "demonstrations": {"weight", "span_weights", "ended"},
+    "completions": {"weight", "span_weights", "ended"},
+    "pairs": {"margin", "ended"},
     "step_labels": {"ended"},
 }
 """The same, by the source of experience."""
