@@ -158,6 +158,7 @@ def kernels(attention, mesh):
 
 def test_cudnn_is_the_default_on_gpus(monkeypatch, capsys):
     gpu: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    monkeypatch.setattr(roles, "_decode_obstacle", lambda *_: "")
     monkeypatch.setattr(roles, "_cudnn_obstacle", lambda *_: "")
     monkeypatch.setattr(roles, "_decode_obstacle", lambda *_: "")
     assert kernels("auto", gpu) == {"cudnn"}
