@@ -35,7 +35,12 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     options = parser.parse_args()
     answers = {}
-    heading = ("sampled before", "after 10, 20, 30, 40, 50 steps", "greedy after", "reward of likelihood")
+    heading = (
+        "sampled before",
+        "after 10, 20, 30, 40, 50 steps",
+        "greedy after",
+        "reward of likelihood",
+    )
     arms.print_heading("reward", "seed", *heading)
     for arm in options.arms:
         for seed in options.seeds:
@@ -44,7 +49,9 @@ def main() -> None:
             summary = demos.train(folder, flags)
             rows = arms.read_metrics(folder)
             over = [f"{100 * row['eval/accuracy']:.1f}" for row in rows if "eval/accuracy" in row]
-            reward = [row["reward/likelihood/mean"] for row in rows if "reward/likelihood/mean" in row]
+            reward = [
+                row["reward/likelihood/mean"] for row in rows if "reward/likelihood/mean" in row
+            ]
             moved = f"{np.mean(reward[:5]):.3f}, {np.mean(reward[-5:]):.3f}" if reward else "-"
             before, after = summary["eval"]["before"], summary["eval"]["after"]
             greedy = arms.percent(after["greedy"])

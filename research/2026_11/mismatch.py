@@ -71,7 +71,8 @@ def pairs(to: Path, seeds: list[int], chosen: list[str]) -> None:
 
 def report(to: Path, seeds: list[int], svg: Path | None) -> None:
     """Print the last accuracy of each arm, and draw accuracies over steps."""
-    arms.print_heading("arm", *(f"seed {seed}" for seed in seeds), "best", "gap", "largest", "reward < 0.1")
+    columns = [f"seed {seed}" for seed in seeds]
+    arms.print_heading("arm", *columns, "best", "gap", "largest", "reward < 0.1")
     lines = []
     for arm in ARMS:
         folders = [to / f"{arm}_{seed}" for seed in seeds]
@@ -93,7 +94,8 @@ def report(to: Path, seeds: list[int], svg: Path | None) -> None:
         last = [f"{100 * value:.1f}" for value in values[:, -1]]
         last += ["-"] * (len(seeds) - len(last))
         best = ", ".join(f"{100 * value:.1f}" for value in values.max(-1))
-        arms.print_row(arm, *last, best, f"{np.mean(gaps):.1e}", f"{largest:.1e}", ", ".join(map(str, low)))
+        gap = f"{np.mean(gaps):.1e}"
+        arms.print_row(arm, *last, best, gap, f"{largest:.1e}", ", ".join(map(str, low)))
         steps = np.array([row["step"] for row in evaluated[0]])
         lines.append(Series(arm, steps, values.mean(0), values.min(0), values.max(0)))
     if svg:

@@ -2,9 +2,9 @@
 
     python research/2026_11/mixture.py --to runs/mixture [--seeds 0 1 2] [--arms grpo_fp8 ...]
 
-A mixture of a million weights is made of the shipped model (sparse upcycling, arXiv 2212.05055, with
-different experts as in arXiv 2502.19261): each of 8 experts has 96 random units of the dense layer's
-256, two process a token, and the router is random. It then learns arithmetic (the preset
+A mixture of a million weights is made of the shipped model (sparse upcycling, arXiv 2212.05055,
+with different experts as in arXiv 2502.19261): each of 8 experts has 96 random units of the dense
+layer's 256, two process a token, and the router is random. It then learns arithmetic (the preset
 arithmetic_sft). GRPO and GSPO train the result with two updates a batch. The sampler rounds its
 weights to eight bits, so that its routers choose other experts for some tokens than the update
 does; replay lets the update use the sampler's. --routing measures, for each kind of sampler, the
@@ -35,7 +35,14 @@ from tpu_rl.tokenizers import load as load_tokenizer
 from tpu_rl.types import Purpose
 
 EXPERTS, SIZE, LAYERS = 8, 96, 3
-SHARED = ("rms_norm_eps", "rope_theta", "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
+SHARED = (
+    "rms_norm_eps",
+    "rope_theta",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "vocab_size",
+)
 SHARED += ("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings")
 SHARED += ("hidden_size", "num_hidden_layers", "max_position_embeddings")
 CONFIG = {
@@ -114,7 +121,9 @@ def routing(model: Any, params: Any, texts: list[list[int]]) -> np.ndarray:
     """Return the experts [texts, tokens, layers, k] of the tokens of texts."""
     config = SamplerConfig(max_new_tokens=1, record_routing=True)
     policy = models.policy(models.with_recorded_routing(model))
-    rollout = sampler.sample(policy, params, texts, sampler.run_key(0, Purpose.EVALUATION, 2), config)
+    rollout = sampler.sample(
+        policy, params, texts, sampler.run_key(0, Purpose.EVALUATION, 2), config
+    )
     chosen = np.asarray(rollout.routing)
     return chosen.reshape(*chosen.shape[:2], LAYERS, -1)
 
@@ -127,12 +136,20 @@ def compare_routing(directory: Path) -> None:
     model, params = models.load(str(directory))
     prompts = [source[index]["prompt"] for index in range(200)]
     rollout = demos.sample(model, params, tokenizer, prompts, 1)
-    lengths = np.asarray(rollout.action_mask).shape[1] - np.asarray(rollout.action_mask)[:, ::-1].argmax(1)
-    texts = [row[:length].tolist() for row, length in zip(np.asarray(rollout.tokens), lengths, strict=True)]
+    lengths = np.asarray(rollout.action_mask).shape[1] - np.asarray(rollout.action_mask)[
+        :, ::-1
+    ].argmax(1)
+    texts = [
+        row[:length].tolist()
+        for row, length in zip(np.asarray(rollout.tokens), lengths, strict=True)
+    ]
     written = np.arange(max(lengths))[None] < lengths[:, None]
     of_float32 = np.sort(routing(model, params, texts)[:, : max(lengths)], -1)
     # The record counts experts from 1; 0 is a token without a record.
-    usage = np.bincount(of_float32[written].ravel(), minlength=EXPERTS + 1)[1:] / of_float32[written].size
+    usage = (
+        np.bincount(of_float32[written].ravel(), minlength=EXPERTS + 1)[1:]
+        / of_float32[written].size
+    )
     print(f"share of each expert, all layers: {', '.join(f'{100 * u:.0f}' for u in usage)} %")
     arms.print_heading("sampler", "tokens and layers whose experts differ", "tokens with any")
     for dtype in SAMPLERS[1:]:
@@ -188,7 +205,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--svg", type=Path)
-    parser.add_argument("--routing", action="store_true", help="also compare the routing of samplers")
+    parser.add_argument(
+        "--routing", action="store_true", help="also compare the routing of samplers"
+    )
     parser.add_argument("--report", action="store_true", help="only the runs that are finished")
     parser.add_argument("flags", nargs="*", help="further flags of launch/run.py, after --")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How much of a model's accuracy is memory: answers to variants of problems that it was trained on.
+"""Memorization scores, from answers to problems of the training and to variants of them.
 
 A model that has memorized a problem answers its variants worse, and with what it remembers of the
 original (arXiv 2503.02296):

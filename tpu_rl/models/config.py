@@ -1013,8 +1013,9 @@ class Gemma4VisionConfig(TableVisionConfig):
         is_patch = (places >= 0).all(-1)
         # Patches row by row, and then padding.
         width, height = (int(size) for size in places[is_patch].max(0) + 1)
-        rows, columns = height // self.merge_size, width // self.merge_size
         side = self.merge_size
+        rows = height // side
+        columns = width // side
         if (
             pixels.shape[1] != self.channels * self.patch_size**2
             or is_patch.sum() != height * width

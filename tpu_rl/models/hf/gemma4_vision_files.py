@@ -60,7 +60,8 @@ def read_vision(source: Mapping[str, Any], where: str) -> Gemma4VisionConfig:
         if type(default) is int:
             moe_families.require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE, where)
     rope = {"rope_type": "axial", "rope_theta": 100.0, **(fields.get("rope_parameters") or {})}
-    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    heads = fields["num_attention_heads"]
+    kv_heads = fields["num_key_value_heads"]
     activation = fields["hidden_activation"]
     for name, value, is_supported in (
         ("hidden_activation", activation, activation in ACTIVATIONS),
