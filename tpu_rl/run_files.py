@@ -110,6 +110,13 @@ def _unreadable(path: Path, error: OSError) -> TpuRlError:
     return damage(path, error.strerror or str(error))
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
 def unlink_copies(run_dir: Path) -> None:
     """Give the files of a run folder inodes of their own, before the run writes them in place.
 

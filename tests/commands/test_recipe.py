@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_rl.commands import answers, recipe, recipe_file
+from tpu_rl.commands import answers, recipe, recipe_file, recipe_report
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.recipe_file import Keep
 from tpu_rl.errors import InputError
@@ -267,7 +267,7 @@ def test_the_table_pairs_problems_and_tells_what_was_forgotten(tmp_path):
         "sft": {"a": known([1, 1, 1, 1]), "b": known([0, 0, 1, 1])},
         "grpo": {"a": known([1, 1, 1, 0]), "b": known([0, 1, 1, 1])},
     }
-    changes = recipe.changes_of(table, "grpo")
+    changes = recipe_report.changes_of([table], "grpo")
     assert changes["a"].value == 0.25
     assert changes["a"].n == 4
     assert changes["b"].value == pytest.approx(-1 / 3)
@@ -275,8 +275,8 @@ def test_the_table_pairs_problems_and_tells_what_was_forgotten(tmp_path):
     values = {
         row: {name: item.estimate() for name, item in sets.items()} for row, sets in table.items()
     }
-    assert recipe.forgetting(values, "a") == 0.25
-    assert recipe.forgetting(values, "b") == 0.25
+    assert recipe_report.forgetting(values, "a") == 0.25
+    assert recipe_report.forgetting(values, "b") == 0.25
 
     path = tmp_path / "answers.jsonl"
     answers.write(path, table["start"]["b"], "these")
@@ -284,6 +284,74 @@ def test_the_table_pairs_problems_and_tells_what_was_forgotten(tmp_path):
     assert again is not None
     assert np.array_equal(again.rewards, table["start"]["b"].rewards, equal_nan=True)
     assert answers.read(path, "others") is None
+
+
+# --- several seeds ---
+
+
+def test_a_seed_is_that_of_all_stages_in_a_folder_of_its_own(tmp_path):
+    path = tmp_path / "chain.yaml"
+    path.write_text(ROUNDS)
+    chain = recipe_file.read(path, seed=3)
+    assert (str(chain.run_dir), str(chain.start_dir)) == ("runs/chain/seed_3", "runs/chain")
+    assert all("--seed=3" in stage.argv for stage in chain.stages)
+    assert "--model.path=runs/chain/seed_3/sft/model" in chain.stages[1].argv
+
+    path.write_text(ROUNDS.replace("preset: sft, model", "preset: sft, seed: 1, model", 1))
+    assert "--seed=1" in recipe_file.read(path).stages[0].argv
+    with pytest.raises(InputError, match="seed of its own"):
+        recipe_file.read(path, seed=3)
+
+
+@pytest.mark.parametrize("seeds", [["0", "0"], ["-1"]])
+def test_a_seed_stands_once(tmp_path, capsys, seeds):
+    assert recipe.main([str(tmp_path / "chain.yaml"), "--seeds", *seeds]) == InputError.code
+    assert "--seeds" in capsys.readouterr().err
+
+
+def test_the_report_of_seeds_averages_each_problem(tmp_path, capsys):
+    def known(rewards: list[float]) -> Answers:
+        return Answers(["p"] * 4, [["c"]] * 4, np.array(rewards)[:, None])
+
+    path = tmp_path / "chain.yaml"
+    path.write_text(CHAIN.format(run_dir=tmp_path / "chain"))
+    recipes = [recipe_file.read(path, seed) for seed in (4, 5)]
+    (tmp_path / "chain").mkdir()
+    start = {"five": known([0, 0, 1, 1])}
+    tables: list[recipe_report.Table] = [
+        {
+            "start": start,
+            "sft": {"five": known([1, 0, 1, 1])},
+            "grpo": {"five": known([1, 1, 1, 1])},
+        },
+        {
+            "start": start,
+            "sft": {"five": known([0, 0, 1, 1])},
+            "grpo": {"five": known([1, 1, 0, 1])},
+        },
+    ]
+    recipe_report.write_seeds(recipes, tables)
+    numbers = json.loads((tmp_path / "chain" / "summary.json").read_text())["evaluations"]["five"]
+    assert numbers["sft"]["seeds"] == [0.75, 0.5]
+    assert numbers["sft"]["mean"]["value"] == 0.625
+    assert numbers["grpo"]["change"]["value"] == pytest.approx(0.375)
+    assert numbers["grpo"]["step"]["value"] == pytest.approx(0.25)
+    assert numbers["start"]["step"] is None
+    report = (tmp_path / "chain" / "report.md").read_text()
+    assert "| after | seed 4 | seed 5 | mean |" in report
+
+
+@pytest.mark.slow
+def test_seeds_run_one_after_the_other_and_share_the_start(tmp_path):
+    text = CHAIN.format(run_dir=tmp_path / "chain").partition("  kept:")[0]
+    path = tmp_path / "chain.yaml"
+    path.write_text(text)
+    assert recipe.main([str(path), "--seeds", "0", "1"]) == 0
+    folders = [tmp_path / "chain" / f"seed_{seed}" for seed in (0, 1)]
+    digests = [json.loads((f / "summary.json").read_text())["stages"][0]["digest"] for f in folders]
+    assert digests[0] != digests[1]
+    assert (tmp_path / "chain" / "evaluations" / "start--five.jsonl").exists()
+    assert "seed 1" in (tmp_path / "chain" / "report.md").read_text()
 
 
 # --- a chain that is killed ---

@@ -37,9 +37,7 @@ def begin(run_dir: Path) -> str:
     path = run_dir / RUN_ID
     if not run_files.exists(path):
         require_no_checkpoints(run_dir, path)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(secrets.token_hex(16) + "\n")
-        unfinished.replace(path)
+        run_files.write_text(path, secrets.token_hex(16) + "\n")
     return read(run_dir)
 
 

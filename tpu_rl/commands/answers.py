@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_rl import models
+from tpu_rl import models, run_files
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, evaluators, roles
 from tpu_rl.commands import config as configuration
@@ -244,11 +244,8 @@ def write(path: Path, answers: Answers, of: str) -> None:
 
 def write_lines(path: Path, objects: Sequence[Any]) -> None:
     """Write JSON lines completely or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        for item in objects:
-            file.write(json.dumps(item, ensure_ascii=False) + "\n")
-    unfinished.replace(path)
+    lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in objects]
+    run_files.write_text(path, "".join(lines))
 
 
 def read(path: Path, of: str | None = None) -> Answers | None:

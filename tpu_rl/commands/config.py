@@ -718,10 +718,8 @@ def preset(name: str) -> ExperimentConfig:
 
 def save(config: ExperimentConfig, path: Path) -> None:
     """Write the file completely or not at all, so that a run that dies can read it again."""
-    unfinished = path.with_suffix(".tmp")
     text = yaml.safe_dump(to_dict(config), sort_keys=False)
-    unfinished.write_text(run_files.sealed(text), encoding="utf-8")
-    unfinished.replace(path)
+    run_files.write_text(path, run_files.sealed(text))
 
 
 def load(path: Path) -> ExperimentConfig:

@@ -1,10 +1,11 @@
 """Run a recipe: stages of training and filtering, and one table of what each of them can do.
 
-    python launch/recipe.py FILE.yaml [--dry-run]
+    python launch/recipe.py FILE.yaml [--seeds 0 1 2] [--dry-run]
 
 The file is described in docs/how-to/recipes.md. Each stage of training is an ordinary run, in a
 folder of its own below the recipe's. The same command continues where it stopped. At the end,
 report.md and summary.json of the recipe say how well each stage solves each set of problems.
+With --seeds, all stages run once with each seed, and one more report sets the seeds side by side.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import tyro
 
 from tpu_rl import run_files
 from tpu_rl.checkpoint import lock
-from tpu_rl.commands import answers, config, preflight, recipe_file, roles, run
+from tpu_rl.commands import answers, config, preflight, recipe_file, recipe_report, roles, run
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe_file import START, Keep, Recipe
@@ -36,8 +37,6 @@ from tpu_rl.data import Row
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import comparison
-from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.report import markdown
@@ -50,8 +49,6 @@ from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
 from tpu_rl.types import Purpose
 
 ROWS = "rows.jsonl"
-REPORT = "report.md"
-SUMMARY = "summary.json"
 NOT_KEPT = ("messages", "text", "completion", "ended", "system", "system_prompt")
 """Columns that would say something else of a row than its new prompt and completion."""
 
@@ -60,6 +57,8 @@ NOT_KEPT = ("messages", "text", "completion", "ended", "system", "system_prompt"
 class Flags:
     file: tyro.conf.Positional[str]
     """The recipe."""
+    seeds: tuple[int, ...] = ()
+    """Run all stages once with each of these seeds, in the folders seed_N of the recipe's."""
     dry_run: bool = False
     """Check all stages and evaluations, and stop."""
 
@@ -76,11 +75,12 @@ def main(argv: list[str]) -> int:
                 why="a filter stage writes its rows in one",
                 fix="start the stages by themselves: see --dry-run for their flags",
             )
-        recipe = recipe_file.read(Path(flags.file))
-        configs = check(recipe, shows=flags.dry_run)
+        require_seeds(flags.seeds)
+        recipes = [recipe_file.read(Path(flags.file), seed) for seed in flags.seeds or (None,)]
+        configs = [check(recipes[0], shows=flags.dry_run), *map(parse, recipes[1:])]
         if not flags.dry_run:
-            with explain_full_disk(), lock.hold(recipe.run_dir):
-                run_recipe(recipe, configs, command)
+            with explain_full_disk():
+                run_all(recipes, configs, command)
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
@@ -91,6 +91,17 @@ def main(argv: list[str]) -> int:
         print(f"interrupted\n  to go on: {command}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def require_seeds(seeds: Sequence[int]) -> None:
+    """Raise InputError if a seed stands twice, or is no seed of a run."""
+    wrong = [seed for seed in seeds if seed < 0 or seeds.count(seed) > 1]
+    if wrong:
+        raise InputError(
+            f"seed {wrong[0]} stands twice" if wrong[0] >= 0 else f"no seed {wrong[0]}",
+            where="--seeds",
+            fix="name different whole numbers from 0",
+        )
 
 
 @contextmanager
@@ -104,7 +115,7 @@ def named(what: str) -> Iterator[None]:
 
 
 def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
-    """Return the configuration of each stage, and of each evaluation by its name with a colon.
+    """Return the configurations of a recipe as `parse` does, after all checks.
 
     Everything that can be wrong before the stages have run is an error here. A stage whose model
     comes from another is checked with the model that the chain begins with.
@@ -113,11 +124,11 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
         recipe: the recipe.
         shows: also print what each stage would do.
     """
-    configs: dict[str, ExperimentConfig] = {}
+    configs = parse(recipe)
     first_model: dict[str, str | None] = {}
     for stage in recipe.stages:
         with named(f"stage {stage.name}"):
-            parsed = configs[stage.name] = config.parse(stage.argv)
+            parsed = configs[stage.name]
             path = parsed.model.path
             model_of = {str(recipe.run_dir / name / "model"): name for name in stage.needs}
             first_model[stage.name] = first_model[model_of[path]] if path in model_of else path
@@ -131,14 +142,26 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
                 check = "checked"
         if shows:
             print(f"stage {stage.name}: {shlex.join(stage.argv)}\n  {check}")
-    for name, argv in recipe.evaluations.items():
+    for name in recipe.evaluations:
         with named(f"evaluation {name}"):
-            parsed = configs[f"{name}:"] = config.parse(argv)
+            parsed = configs[f"{name}:"]
             count = len(answers.problems_of(parsed, is_whole=True))
             if parsed.evaluation_reward is None and not parsed.environment:
                 raise InputError("no reward says what is correct", where="reward")
         if shows:
             print(f"evaluation {name}: {count} problems, reward {parsed.evaluation_reward}")
+    return configs
+
+
+def parse(recipe: Recipe) -> dict[str, ExperimentConfig]:
+    """Return the configuration of each stage, and of each evaluation by its name with a colon."""
+    configs: dict[str, ExperimentConfig] = {}
+    for stage in recipe.stages:
+        with named(f"stage {stage.name}"):
+            configs[stage.name] = config.parse(stage.argv)
+    for name, argv in recipe.evaluations.items():
+        with named(f"evaluation {name}"):
+            configs[f"{name}:"] = config.parse(argv)
     return configs
 
 
@@ -181,11 +204,28 @@ def check_filter(config: ExperimentConfig, keep: Keep) -> None:
         )
 
 
-def run_recipe(recipe: Recipe, configs: dict[str, ExperimentConfig], command: str) -> None:
-    """Run the stages that have not run yet, measure their models, and write the report."""
+def run_all(
+    recipes: Sequence[Recipe], configs: Sequence[dict[str, ExperimentConfig]], command: str
+) -> None:
+    """Run a recipe, or the same recipe with several seeds, and write the reports."""
+    with lock.hold(recipes[0].start_dir):
+        tables = [
+            run_recipe(recipe, parsed, command)
+            for recipe, parsed in zip(recipes, configs, strict=True)
+        ]
+        for recipe, table in zip(recipes, tables, strict=True):
+            recipe_report.write(recipe, table)
+        if recipes[0].run_dir != recipes[0].start_dir:
+            recipe_report.write_seeds(recipes, tables)
+
+
+def run_recipe(
+    recipe: Recipe, configs: dict[str, ExperimentConfig], command: str
+) -> recipe_report.Table:
+    """Run the stages that have not run yet, and return the answers of their models."""
     started = recipe.stages[0]
     begins_at = configs[started.name].model
-    table: dict[str, dict[str, Answers]] = {}
+    table: recipe_report.Table = {}
     if begins_at.path is not None and not begins_at.random_init:
         table[START] = measure(recipe, configs, START, begins_at.path)
     for number, stage in enumerate(recipe.stages, start=1):
@@ -201,7 +241,7 @@ def run_recipe(recipe: Recipe, configs: dict[str, ExperimentConfig], command: st
         if is_policy and roles.reading(stage_config.algorithm) is None:
             model = str(Path(stage_config.run_dir) / "model")
             table[stage.name] = measure(recipe, configs, stage.name, model)
-    write_report(recipe, table)
+    return table
 
 
 # --- filters ---
@@ -219,7 +259,7 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
     folder = Path(config.run_dir)
     settings = {"stage": answers.identity(config, str(config.model.path)), "keep": asdict(keep)}
     text = json.dumps(settings, sort_keys=True)
-    summary = run_files.read_json(folder / SUMMARY)
+    summary = run_files.read_json(folder / recipe_report.SUMMARY)
     known = folder / "settings.json"
     if known.exists() and known.read_text(encoding="utf-8") != text:
         raise InputError(
@@ -231,7 +271,7 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
         print(f"these rows are kept: {folder / ROWS}, {summary['kept']} of them")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(known, text)
+    run_files.write_text(known, text)
     preflight.prepare(without_batches(config))
     language, params = answers.load_model(str(config.model.path), config)
     tokenizer = language.tokenizer
@@ -301,9 +341,9 @@ def join_chunks(folder: Path, count: int, keep: Keep) -> None:
             fix="lower keep: min-reward, or widen pass-rate, in a new run-dir",
         )
     content = "".join(f"{line}\n" for line in lines)
-    write_text(folder / ROWS, content)
+    run_files.write_text(folder / ROWS, content)
     digest = hashlib.sha256(content.encode()).hexdigest()
-    write_text(folder / SUMMARY, json.dumps(totals | {"sha256": digest}))
+    run_files.write_text(folder / recipe_report.SUMMARY, json.dumps(totals | {"sha256": digest}))
     print(f"done: {folder / ROWS}, {totals['kept']} rows")
 
 
@@ -447,13 +487,6 @@ def answer(row: Row, text: str) -> Any:
     return text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
 # --- the table ---
 
 
@@ -466,7 +499,8 @@ def measure(
     for name in recipe.evaluations:
         settings = replace(configs[f"{name}:"], run_dir="")
         of = answers.identity(settings, model)
-        path = recipe.run_dir / recipe_file.EVALUATIONS / f"{stage}--{name}.jsonl"
+        folder = recipe.start_dir if stage == START else recipe.run_dir
+        path = folder / recipe_file.EVALUATIONS / f"{stage}--{name}.jsonl"
         known = answers.read(path, of)
         if known is None:
             with named(f"evaluation {name} of {stage}"):
@@ -479,85 +513,3 @@ def measure(
         value = known.estimate()
         print(f"  {name}: {markdown.of(value)}", flush=True)
     return measured
-
-
-def write_report(recipe: Recipe, table: dict[str, dict[str, Answers]]) -> None:
-    """Write report.md and summary.json: the stages, R[stage, set], and changes against the start.
-
-    Forgetting of a set is the best value of an earlier row less the last one (A. Chaudhry et al.,
-    arXiv 1801.10112, equation 3, with the start as the first task).
-    """
-    stages = []
-    for stage in recipe.stages:
-        summary = run_files.read_json(recipe.run_dir / stage.name / SUMMARY)
-        digest = summary.get("params_digest") or summary.get("sha256", "")
-        preset = stage.argv[0] + (" (filter)" if stage.keep is not None else "")
-        what = f"{summary['kept']} rows" if stage.keep is not None else f"{summary['steps']} steps"
-        stages.append({"stage": stage.name, "preset": preset, "result": what, "digest": digest})
-    shown = [[s["stage"], s["preset"], s["result"], f"`{s['digest'][:12]}`"] for s in stages]
-    names = list(recipe.evaluations)
-    values = {
-        row: {name: known.estimate() for name, known in sets.items()} for row, sets in table.items()
-    }
-    changes = {row: changes_of(table, row) for row in list(table)[1:]}
-    forgotten = {name: forgetting(values, name) for name in names}
-    sections = [
-        f"# {recipe.run_dir.name}",
-        markdown.table(["stage", "preset", "result", "digest"], shown),
-    ]
-    if names and table:
-        sections += [
-            "## Each stage on each set of problems",
-            "Accuracy, or the mean reward where rewards are graded, with 95 % intervals over "
-            "problems.",
-            estimates_table(names, values),
-            f"## Change against {next(iter(table))}",
-            "Mean difference on the same problems, with a 95 % bootstrap over problems.",
-            estimates_table(names, changes, signed=True),
-            "Forgetting, the best value before the last row less the last: "
-            + ", ".join(f"{name} {value:.3f}" for name, value in forgotten.items()),
-        ]
-    summary = {
-        "stages": stages,
-        "evaluations": as_dicts(values),
-        "changes": as_dicts(changes),
-        "forgetting": forgotten,
-    }
-    write_text(recipe.run_dir / REPORT, "\n\n".join(sections) + "\n")
-    write_text(recipe.run_dir / SUMMARY, json.dumps(summary, indent=2))
-    print(f"done: {recipe.run_dir / REPORT}")
-
-
-def estimates_table(
-    names: list[str], values: dict[str, dict[str, Estimate]], signed: bool = False
-) -> str:
-    """Return a table with a line per stage and a column per set of problems."""
-    lines = [
-        [row, *(markdown.of(sets[name], signed) for name in names)] for row, sets in values.items()
-    ]
-    return markdown.table(["after", *names], lines)
-
-
-def as_dicts(values: dict[str, dict[str, Estimate]]) -> dict[str, dict[str, Any]]:
-    """Return estimates as JSON values."""
-    return {
-        row: {name: value._asdict() for name, value in sets.items()} for row, sets in values.items()
-    }
-
-
-def changes_of(table: dict[str, dict[str, Answers]], row: str) -> dict[str, Estimate]:
-    """Return the paired difference of a row of the table and its first row, on each set."""
-    first = next(iter(table.values()))
-    changes = {}
-    for name, after in table[row].items():
-        is_graded = after.is_graded or first[name].is_graded
-        pair = [known.values(is_graded) for known in (first[name], after)]
-        both = (pair[0] == pair[0]) & (pair[1] == pair[1])
-        changes[name] = comparison.paired_difference(pair[0][both], pair[1][both])
-    return changes
-
-
-def forgetting(values: dict[str, dict[str, Estimate]], name: str) -> float:
-    """Return the best value of a set before the last row, less that of the last row."""
-    column = [sets[name].value for sets in values.values()]
-    return max(column[:-1]) - column[-1] if len(column) > 1 else 0.0

@@ -115,13 +115,21 @@ class Recipe:
     """A recipe, in the order in which its stages run."""
 
     run_dir: Path
+    """The folder of the stages; with a seed of the command line, that of this seed."""
+    start_dir: Path
+    """The recipe's folder, with the answers of the first model, which all seeds share."""
     stages: list[RecipeStage]
     evaluations: dict[str, list[str]] = field(default_factory=dict)
     """Name of a set of problems -> the preset and flags that describe it."""
 
 
-def read(path: Path) -> Recipe:
+def read(path: Path, seed: int | None = None) -> Recipe:
     """Read a recipe and resolve its references.
+
+    Args:
+        path: the file.
+        seed: the seed of all stages, in a folder of its own below the recipe's. None leaves the
+            seeds and the folder as they are in the file.
 
     Raises:
         InputError: if the file, a key, a name or a reference is wrong.
@@ -142,22 +150,24 @@ def read(path: Path) -> Recipe:
     stages = _mapping(content.get("stages") or {}, "stages", where)
     if not stages:
         raise InputError("the recipe has no stages", where=where, fix="write `stages:`")
-    reader = _Reader(Path(run_dir), common, where)
+    folder = Path(run_dir) if seed is None else Path(run_dir) / f"seed_{seed}"
+    reader = _Reader(folder, common, seed, where)
     for name, body in stages.items():
         reader.add(_name(name, where), _mapping(body, f"stage {name}", where))
-    return Recipe(Path(run_dir), reader.planned, evaluations)
+    return Recipe(folder, Path(run_dir), reader.planned, evaluations)
 
 
 class _Reader:
     """Expands rounds, and resolves references in the order of the stages."""
 
-    def __init__(self, run_dir: Path, common: dict[str, Any], where: str):
+    def __init__(self, run_dir: Path, common: dict[str, Any], seed: int | None, where: str):
         self.planned: list[RecipeStage] = []
         self._results: dict[str, str] = {}
         self._folders: dict[str, str] = {}
         self._is_filter: dict[str, bool] = {}
         self._run_dir = run_dir
         self._common = common
+        self._seed = {} if seed is None else {"seed": seed}
         self._where = where
 
     def add(self, name: str, body: dict[str, Any]) -> None:
@@ -224,7 +234,15 @@ class _Reader:
                 why="a stage with `keep` samples and judges, and trains nothing",
                 fix="leave it out",
             )
-        merged = self._common | stage_flags | {"run-dir": str(self._run_dir / folder)}
+        if self._seed and "seed" in stage_flags:
+            raise InputError(
+                "the stage has a seed of its own",
+                where=where,
+                why="--seeds gives one seed to all stages",
+                fix="leave `seed` out of the stage, or run the recipe without --seeds",
+            )
+        run_dir = {"run-dir": str(self._run_dir / folder)}
+        merged = self._common | stage_flags | self._seed | run_dir
         argv = _argv(merged, where)
         self._is_filter[name] = keep is not None
         self._results[name] = str(
