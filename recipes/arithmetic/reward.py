@@ -1,6 +1,11 @@
-"""The reward of an answer is 1 if it is the right number and nothing else."""
+"""Rewards of sums and products: 1 if the answer, or its last line, is the right number alone."""
 
 
 def reward(prompts, completions, answer, **columns):
     texts = [completion[-1]["content"].strip() for completion in completions]
     return [float(text == right) for text, right in zip(texts, answer, strict=True)]
+
+
+def last_line(prompts, completions, answer, **columns):
+    texts = [completion[-1]["content"].strip().rpartition("\n")[2] for completion in completions]
+    return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]

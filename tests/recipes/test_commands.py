@@ -15,7 +15,7 @@ TEXT = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").replace("\\\
 COMMANDS = re.findall(r"^python launch/run\.py (.*)$", TEXT, re.MULTILINE)
 CHAINS = re.findall(r"^python launch/recipe\.py (\S+)$", TEXT, re.MULTILINE)
 WRITTEN = {
-    f"{name}_{part}.jsonl" for name in make_rows.OPERATIONS for part in ("train", "held_out")
+    f"{name}_{part}.jsonl" for name in make_rows.KINDS for part in ("train", "held_out")
 } | {"arithmetic_tries.jsonl", "rows.jsonl"}
 """Files that a command of the page writes, or the reader."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tpu_rl import data, rewards, run_files
+from tpu_rl import data, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
 from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
@@ -188,5 +188,8 @@ def accuracies(
 
 def _write_file(path: Path, text: str) -> None:
     """Write the file completely or not at all, on the first process."""
-    if not processes.index():
-        run_files.write_text(path, text)
+    if processes.index():
+        return
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
