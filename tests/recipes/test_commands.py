@@ -13,10 +13,14 @@ from tpu_rl.experience.config import FileData
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
 COMMANDS = re.findall(r"^python launch/run\.py (.*)$", TEXT, re.MULTILINE)
-CHAINS = re.findall(r"^python launch/recipe\.py (\S+)$", TEXT, re.MULTILINE)
+CHAINS = re.findall(r"^python launch/recipe\.py (\S+)", TEXT, re.MULTILINE)
+PARTS = ("train", "held_out")
 WRITTEN = {
-    f"{name}_{part}.jsonl" for name in make_rows.KINDS for part in ("train", "held_out")
-} | {"arithmetic_tries.jsonl", "rows.jsonl"}
+    *(f"runs/arithmetic_rows/{kind}_{part}.jsonl" for kind in make_rows.KINDS for part in PARTS),
+    *(f"runs/issues/{part}.jsonl" for part in PARTS),
+    "runs/arithmetic_tries.jsonl",
+    "rows.jsonl",
+}
 """Files that a command of the page writes, or the reader."""
 
 
@@ -40,10 +44,11 @@ def missing_files(parsed: config.ExperimentConfig) -> list[Path]:
     """Return the files of a command that neither the repository has nor a command writes."""
     if not isinstance(parsed.data, FileData):
         return []  # A task makes its problems, and has its rewards.
-    paths = [parsed.data.path, parsed.data.evaluation_path, *parsed.reward_names]
+    rewards = [name for name in parsed.reward_names if ".py:" in name]
+    paths = [parsed.data.path, parsed.data.evaluation_path, *rewards]
     files = [Path(path.rpartition(":")[0] or path) for path in paths if path]
     assert files
-    return [file for file in files if not file.is_file() and file.name not in WRITTEN]
+    return [file for file in files if not file.is_file() and str(file) not in WRITTEN]
 
 
 def test_every_recipe_has_a_command():
