@@ -194,7 +194,7 @@ class Game(Problem):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
+@pytest.mark.parametrize("gamma", [1.0, 0.5, -1.0])
 def test_the_expected_gradient_by_turn_is_that_of_the_returns_from_each_turn_on(gamma):
     game, params = Game(group_size=3), tiny.init_params(Game.model)
     config = GrpoConfig(
@@ -255,7 +255,12 @@ def test_settings_out_of_range_are_refused(values):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"gamma": 0.9}, {"step_coef": 0.5}, {"credit": "turn", "gamma": 1.1}],
+    [
+        {"gamma": 0.9},
+        {"step_coef": 0.5},
+        {"credit": "turn", "gamma": 1.1},
+        {"credit": "step", "gamma": -1.0},
+    ],
 )
 def test_settings_of_turns_without_turns_are_refused(settings):
     with pytest.raises(InputError):

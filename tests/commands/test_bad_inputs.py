@@ -262,6 +262,9 @@ def test_ordinary_rows_have_no_warnings():
     assert row_files.warnings([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "c"}]) == []
     assert row_files.warnings([pair, {**pair, "rejected": "d"}], []) == []
     good = {"prompt": "a", "completion": "b", "label": 1}
+    equal = [{"prompt": "a", "seed": seed} for seed in range(3)]
+    assert row_files.warnings(equal[:2], equal[2:])
+    assert row_files.warnings(equal[:2], equal[2:], compares_prompts=False) == []
     assert row_files.warnings([good, good | {"label": 0}], []) == []
     assert row_files.warnings([{"messages": [{"role": "user", "content": "a"}]}], []) == []
 

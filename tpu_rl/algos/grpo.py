@@ -189,8 +189,9 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
     number; with --algorithm.advantages opo this is the optimal token baseline."""
     separators: tuple[int, ...] = ()
     """Ids of tokens that end a turn, with credit turn or reward: the steps of a text."""
-    gamma: Annotated[float, In("[0, 1]")] = 1.0
-    """Discount per turn of the returns from a turn on; 0: a turn has its own reward alone."""
+    gamma: Annotated[float, In("[-1, 1]")] = 1.0
+    """Discount per turn of the returns from a turn on; 0: a turn has its own reward alone. -1: two
+    sides move in turn, and one wins what the other loses, as in self-play."""
     step_coef: NotNegative = 1.0
     """Coefficient of the advantages among turns that answer the same observation; GiGPO's omega."""
 
@@ -241,6 +242,13 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
                 f"gamma {self.gamma} discounts turns, and credit is not given to turns",
                 where="--algorithm.gamma, --algorithm.credit",
                 fix="use --algorithm.credit turn or step, or --algorithm.gamma 1",
+            )
+        if self.gamma < 0 and self.credit == "step":
+            raise InputError(
+                f"gamma {self.gamma} is for two sides, and the return of an episode mixes them",
+                where="--algorithm.gamma, --algorithm.credit",
+                why="credit step adds the advantage of the whole episode",
+                fix="use --algorithm.credit turn or reward",
             )
         if self.separators and self.credit not in ("turn", "reward"):
             raise InputError(

@@ -385,7 +385,8 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             data.rows_of_parts(train, len(config.data.weights))
         if spec.kind is not QExamples:
             require_full_batch(train, config.batch.prompts)
-        warnings += files.warnings(train, held_out)
+        is_prompt_all = not (config.environment or config.agent)
+        warnings += files.warnings(train, held_out, compares_prompts=is_prompt_all)
         first_rows += train[:1]
         if _learns_messages(stage):
             # Only conversations of several turns show whether a template rewrites earlier ones.

@@ -125,19 +125,20 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
         shows: also print what each stage would do.
     """
     configs = parse(recipe)
-    first_model: dict[str, str | None] = {}
+    first_models: dict[str, config.ModelConfig] = {}
     for stage in recipe.stages:
         with named(f"stage {stage.name}"):
             parsed = configs[stage.name]
             path = parsed.model.path
             model_of = {str(recipe.run_dir / name / "model"): name for name in stage.needs}
-            first_model[stage.name] = first_model[model_of[path]] if path in model_of else path
+            first = first_models[model_of[path]] if path in model_of else parsed.model
+            first_models[stage.name] = first
             if stage.keep is not None:
                 check_filter(parsed, stage.keep)
             if not stage.reads_only_models:
                 check = "checked when the stages that it reads have run"
             else:
-                model = replace(parsed.model, path=first_model[stage.name])
+                model = replace(parsed.model, path=first.path, random_init=first.random_init)
                 examine(replace(parsed, model=model), stage.keep)
                 check = "checked"
         if shows:

@@ -717,6 +717,7 @@ def warnings(
     held_out: Sequence[Row],
     max_duplicate_share: float = 0.1,
     max_repeating_share: float = 0.5,
+    compares_prompts: bool = True,
 ) -> list[str]:
     """Return one line for each thing about valid rows that is rarely intended, with its count.
 
@@ -725,6 +726,8 @@ def warnings(
         held_out: the held-out rows.
         max_duplicate_share: repeated prompts are reported above this share of the rows.
         max_repeating_share: the same for answers that begin with their prompt.
+        compares_prompts: False if other columns say what a row asks, as with an environment. Equal
+            and blank prompts are then not reported.
     """
     num_nul = 0
     num_blank = 0
@@ -756,6 +759,8 @@ def warnings(
         num_duplicates = 0
     held_out_inputs = [_input_hash(row) for row in held_out]
     num_known = int(np.isin(held_out_inputs, np.array(inputs)).sum())
+    if not compares_prompts:
+        num_blank = num_duplicates = num_known = 0
     counts = (
         (num_nul, "rows hold the character NUL"),
         (num_blank, "prompts are nothing but white space"),
