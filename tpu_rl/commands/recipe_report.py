@@ -145,7 +145,8 @@ def write_seeds(recipes: Sequence[Recipe], tables: Sequence[Table]) -> None:
             is_graded = any(known.is_graded for known in of_seeds)
             values = [known.estimate().value for known in of_seeds]
             pooled = means(of_seeds, is_graded)
-            mean = answer_accuracy.mean_estimate(pooled[np.isfinite(pooled)].tolist())
+            estimate = answer_accuracy.mean_estimate if is_graded else answer_accuracy.estimate
+            mean = estimate(pooled[np.isfinite(pooled)].tolist())
             numbers[row] = {"seeds": values, "mean": mean._asdict()}
             cells = [row, *(f"{value:.3f}" for value in values), markdown.of(mean)]
             for key, since in (("change", first), ("step", before)):
