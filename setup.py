@@ -35,7 +35,7 @@ EXTRAS = {
     "lm-eval": ["lm-eval>=0.4.13"],
     # For --environment mcp:COMMAND.
     "mcp": ["mcp>=1.10"],
-    # For recipes/smollm2.py.
+    # For recipes/smollm2.py and recipes/gemma3.py.
     "recipes": ["gguf"],
     "test": [
         "pytest>=8",

