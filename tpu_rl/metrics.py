@@ -505,6 +505,8 @@ class Console:
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (label, formatted number) for each column that the row has."""
     for column in COLUMNS:
+        if column.label == "length":
+            yield from _numbers_of_sets(row)
         if column.metrics == ("eval/reward",) and row.get("eval/reward") == row.get(
             "eval/accuracy"
         ):
@@ -512,6 +514,20 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         values = [row[name] for name in column.metrics if row.get(name) is not None]
         if values:
             yield column.label, column.format.format(values[0])
+
+
+def _numbers_of_sets(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, formatted number) of each further set of held-out rows: its accuracy, else its
+    mean reward, else its loss."""
+    formats = {"accuracy": "{:.1%}", "reward": "{:.3f}", "loss": "{:.4f}"}
+    found = (re.fullmatch(r"eval/([^/]+)/(accuracy|reward|loss)", key) for key in row)
+    for name in dict.fromkeys(match[1] for match in found if match):
+        for measure, text in formats.items():
+            value = row.get(f"eval/{name}/{measure}")
+            # eval/reward/NAME is a reward of the run's own held-out rows.
+            if value is not None and not name.endswith("reward"):
+                yield name, text.format(value)
+                break
 
 
 def _progress_bar(console: rich.console.Console) -> Any:

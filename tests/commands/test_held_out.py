@@ -4,12 +4,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from tests.fixtures.runs import rows_of
-from tpu_rl import data, models, rewards, tokenizers
+from tests.fixtures.runs import plain_loss, rows_of
+from tpu_rl import models, rewards, tokenizers
 from tpu_rl.commands import config, evaluate, evaluators, export, run
 from tpu_rl.evaluation import pair_accuracy
 
@@ -43,20 +42,6 @@ def cells(printed: str, name: str) -> list[str]:
     """Return the line of a table that begins with a name."""
     [line] = [line for line in printed.splitlines() if line.strip("│ ").startswith(name)]
     return [cell.strip() for cell in line.strip("│").split("│")]
-
-
-def plain_loss(model_dir: Path, rows: list[dict]) -> tuple[float, int]:
-    """Return the mean negative log-prob of learned tokens, without packing, and their number."""
-    model, params = models.load(model_dir)[:2]
-    tokenizer = tokenizers.load(model_dir)
-    texts = data.demonstrations(rows, tokenizer, 40)
-    logits = models.apply(model, params, texts.tokens)
-    log_probs = jax.nn.log_softmax(logits[:, :-1])
-    values = np.take_along_axis(np.asarray(log_probs), np.asarray(texts.tokens)[:, 1:, None], -1)[
-        ..., 0
-    ]
-    mask = np.asarray(texts.action_mask)[:, 1:]
-    return float(-values[mask].mean(dtype=np.float64)), int(mask.sum())
 
 
 @pytest.mark.nightly

@@ -132,6 +132,18 @@ def test_weights_may_follow_the_step(checkpoint, tmp_path):
         assert "reward/gsm8k/mean" in row
 
 
+@pytest.mark.slow
+def test_evaluation_rows_by_name_are_sets(checkpoint, tmp_path):
+    """The run's own rows stay the last ones; rows that are no list are refused by their name."""
+    sets = {"few": ROWS[:2], "more": ROWS[:3]}
+    settings = {"evaluation.rows": 4, "steps": 1}
+    trained = train(checkpoint, tmp_path, settings, evaluation_rows=sets)
+    assert [trained.metrics[0][f"eval/{name}/n"] for name in sets] == [2, 3]
+    assert set(trained.summary["eval"]["after"]["sets"]) == set(sets)
+    with pytest.raises(InputError, match=r"`evaluation_rows\.few` is not a list"):
+        train(checkpoint, tmp_path, settings, evaluation_rows={"few": "rows.jsonl"})
+
+
 def test_it_runs_in_another_thread_on_a_dataset(checkpoint, tmp_path):
     datasets = pytest.importorskip("datasets")
     results = []

@@ -129,6 +129,15 @@ class EvaluationConfig:
     continues texts."""
     greedy: bool = True
     """Before and after the run, also evaluate the most likely completions."""
+    sets: tuple[str, ...] = ()
+    """Further held-out rows, NAME=DATA, as in --evaluation.sets hard=hard.jsonl facts=facts.jsonl,
+    with metrics of their own: eval/hard/reward. DATA is as in --data.path, and has the columns of
+    the training rows; of each set --evaluation.rows count."""
+
+    @property
+    def named_sets(self) -> dict[str, str]:
+        """Name -> data of each of `sets`."""
+        return config_checks.named_sets(self.sets, self.tasks)
 
 
 @dataclass(frozen=True)
@@ -385,6 +394,7 @@ class ExperimentConfig:
             }
         )
         _ = self.reward_terms
+        _ = self.evaluation.named_sets
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)
@@ -825,8 +835,11 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
         return flat
 
     values = to_dict(config)
+    # Runs of before there was one go on.
     if config.stop == StopConfig():
-        del values["stop"]  # Runs of before there was one go on.
+        del values["stop"]
+    if not config.evaluation.sets:
+        del values["evaluation"]["sets"]
     return {
         name: value
         for name, value in flatten(values, "").items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from tpu_rl.algorithm_spec import ExperienceSpec
@@ -42,6 +43,34 @@ def check_run_dir(run_dir: str) -> None:
             fix="give a local folder, or one in a bucket of Google Cloud Storage, "
             "as in gs://bucket/name",
         )
+
+
+def named_sets(sets: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
+    """Return name -> data of --evaluation.sets NAME=DATA.
+
+    Raises:
+        InputError: if a name is missing, stands twice, or would be that of other metrics; `tasks`
+            are those of --evaluation.tasks.
+    """
+    named: dict[str, str] = {}
+    for text in sets:
+        name, _, path = text.partition("=")
+        why = ""
+        if not path or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+            why = "a name has letters, digits, - and _, and its data follow behind ="
+        elif name in named:
+            why = f"there is another set {name}"
+        elif name in tasks or name.endswith("reward"):
+            why = f"other metrics begin with eval/{name}/"
+        if why:
+            raise InputError(
+                f"{text!r} is no set of held-out rows",
+                where="--evaluation.sets",
+                why=why,
+                fix="as in --evaluation.sets hard=hard.jsonl facts=facts.jsonl",
+            )
+        named[name] = path
+    return named
 
 
 def check_phases(last_steps: Sequence[int], num_steps: int) -> None:

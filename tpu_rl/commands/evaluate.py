@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpu_rl import data, models, sampler
-from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl import models, sampler
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import (
     answers,
@@ -196,7 +195,7 @@ def main(argv: list[str]) -> int:
         language, params = load_language(flags.model, config)
         problems = tasks.problems(rows)
         preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
-        demonstrations = [row for row in rows if held_out_loss.brings_text(row)]
+        demonstrations = [row for row in rows if tasks.brings_text(row)]
         if demonstrations and flags.guide is None:
             report_loss(flags, loss(config, language, params, demonstrations))
         is_judged = config.evaluation_reward is not None or compose.is_judged(config)
@@ -401,13 +400,7 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
         columns = files.columns if flags.data.columns is None else flags.data.columns
         files = replace(files, format=flags.data.format or files.format, config=flags.data.config)
         files = replace(files, columns=columns)
-        # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
-        first = data.first_row(flags.data.path, split, files.config, columns)
-        is_chat = "prompt" not in first and held_out_loss.brings_text(first)
-        spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
-        rows = tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows]
-        templates = files.evaluation_templates or files.templates
-        return [tasks.with_template(row, templates) for row in rows]
+        return tasks.rows_of_set(files, flags.data.path, flags.rows, split)
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None
@@ -434,7 +427,7 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
         return replace(config, reward=flags.reward, evaluation=measures)
     if config.evaluation_reward is not None or compose.is_judged(config):
         return config
-    if any(map(held_out_loss.brings_text, rows)):
+    if any(map(tasks.brings_text, rows)):
         return config
     if flags.data.path is not None and all("answer" in row for row in rows):
         print(

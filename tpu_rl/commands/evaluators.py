@@ -88,7 +88,7 @@ def evaluator(
         policy = exact.guided_policy(stage.algorithm)
     else:
         policy = exact.rollout_policy("policy")
-    loss = _loss(context, stage, params)
+    loss = _losses(context, stage, params)
     answers = _both(_answers(context, policy), _harness(context, policy))
     if loss is None and answers is None:
         print(
@@ -166,10 +166,13 @@ def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
 def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     config = context.config
     tokenizer = context.language.tokenizer
-    rows = _problems(context)
-    if not rows or (config.evaluation_reward is None and not compose.is_judged(config)):
+    if config.evaluation_reward is None and not compose.is_judged(config):
         return None
-    scorer = answer_scorer(config, tokenizer, rows)
+    problems = {name: _problems(context, rows) for name, rows in _sets(context).items()}
+    problems = {name: rows for name, rows in problems.items() if rows}
+    if not problems:
+        return None
+    scorers = answer_scorers(config, tokenizer, problems)
     # Accuracy is the model's own, so nothing of its distribution is cut off.
     plain = replace(
         sampler_config(config.sampling, tokenizer, 1),
@@ -180,7 +183,8 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
         logit_bias=(),
     )
 
-    def engine(temperature: float, max_turns: int | None = None) -> Engine:
+    def engines(temperature: float, max_turns: int | None = None) -> dict[str, Engine]:
+        """Return the engine of each set of problems."""
         environment = compose.environment(config)
         if environment is not None and max_turns is not None:
             environment = environment._replace(max_turns=max_turns)
@@ -194,30 +198,41 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
             environment=environment,
             thinking=limited(config.sampling.thinking),
         )
-        return compose.engine(config, decoding, scorer)
+        return {name: compose.engine(config, decoding, scorers[name]) for name in problems}
 
-    sampled = engine(temperature=1.0)
-    greedy = engine(temperature=0.0)
+    sampled = engines(temperature=1.0)
+    greedy = engines(temperature=0.0)
     by_turns = {
-        turns: (engine(1.0, turns), engine(0.0, turns)) for turns in config.evaluation.turns
+        turns: (engines(1.0, turns), engines(0.0, turns)) for turns in config.evaluation.turns
     }
-    readers = rewards.answer_readers(config.evaluation_reward)
+    names = {registry.display_name(name): name for name in config.evaluation_rewards}
 
-    def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
-        result = answer_accuracy.evaluate(engine, params, rows, readers)
-        return _answer_metrics(prefix, result, further_rewards(scorer, result))
+    def measure(engines: dict[str, Engine], params: Params, kind: str) -> dict[str, float]:
+        metrics = {}
+        for name, rows in problems.items():
+            correct = next(iter(scorers[name].reward_functions), "")
+            readers = rewards.answer_readers(names.get(correct))
+            result = answer_accuracy.evaluate(engines[name], params, rows, readers)
+            further = further_rewards(scorers[name], result)
+            metrics |= _answer_metrics(f"{_prefix(name)}{kind}", result, further)
+        return metrics
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
-        metrics = measure(sampled, params, "eval/")
+        metrics = measure(sampled, params, "")
         if in_full and config.evaluation.greedy:
-            metrics |= measure(greedy, params, "eval/greedy_")
+            metrics |= measure(greedy, params, "greedy_")
         for turns, (sampled_turns, greedy_turns) in by_turns.items() if in_full else ():
-            metrics |= measure(sampled_turns, params, f"eval/turns_{turns}_")
+            metrics |= measure(sampled_turns, params, f"turns_{turns}_")
             if config.evaluation.greedy:
-                metrics |= measure(greedy_turns, params, f"eval/turns_{turns}_greedy_")
+                metrics |= measure(greedy_turns, params, f"turns_{turns}_greedy_")
         return metrics
 
     return evaluate
+
+
+def _prefix(name: str) -> str:
+    """Return what the metrics of a set of held-out rows begin with; "" is that of the run."""
+    return f"eval/{name}/" if name else "eval/"
 
 
 def limited(thinking: Thinking) -> Thinking:
@@ -229,15 +244,40 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
     """Return the scorer of held-out completions, with all rewards that evaluations measure.
 
     The first one says what is correct. Those of --reward are left out that need a column which
-    held-out rows lack. The total is that of --reward, unless a weight depends on the step: then
-    totals of two steps would not compare. Without rewards, an environment or agent judges.
+    held-out rows lack, and those for rows of other kinds. The total is that of --reward, unless a
+    weight depends on the step: then totals of two steps would not compare. Without rewards, an
+    environment or agent judges.
     """
-    limits = config.reward_limits
+    return answer_scorers(config, tokenizer, {"": rows})[""]
+
+
+def answer_scorers(
+    config: ExperimentConfig, tokenizer: Tokenizer, sets: dict[str, list[Row]]
+) -> dict[str, Scorer]:
+    """Return the scorer of each set of held-out rows; they share their functions."""
     functions = registry.reward_functions(
-        config.evaluation_rewards, limits, config.allow_unsandboxed_code
+        config.evaluation_rewards, config.reward_limits, config.allow_unsandboxed_code
     )
-    if not functions:
+    scorers = {
+        name: _answer_scorer(config, tokenizer, functions, rows) for name, rows in sets.items()
+    }
+    used = {name for scorer in scorers.values() for name in scorer.reward_functions}
+    for name, function in functions.items():
+        if name not in used and isinstance(function, IsolatedReward):
+            function.stop()
+    return scorers
+
+
+def _answer_scorer(
+    config: ExperimentConfig,
+    tokenizer: Tokenizer,
+    every: dict[str, rewards.Reward],
+    rows: list[Row],
+) -> Scorer:
+    limits = config.reward_limits
+    if not every:
         return Scorer(tokenizer, max_fault_share=limits.fault_share)
+    functions = rewards.of_rows(every, rows) or dict(every)
     correct = next(iter(functions))
     asked_for = {correct, *map(registry.display_name, config.evaluation.metrics)}
     columns = scoring.repeat_rows(rows, 1)[1]
@@ -249,8 +289,6 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
         except InputError as error:
             print(f"note: evaluations leave out the reward {name}: {error.what}", file=sys.stderr)
             del functions[name]
-            if isinstance(function, IsolatedReward):
-                function.stop()
     terms = registry.displayed(config.reward_terms)
     # With a likelihood as the only reward that counts, the weights of all terms are 0.
     counts = any(term.weight for term in terms)
@@ -309,8 +347,8 @@ def _answer_metrics(
 # --- texts to imitate ---
 
 
-def _loss(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
-    """Return the loss of held-out texts of the author whom the stage imitates.
+def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
+    """Return the losses of held-out texts of the author whom the stage imitates.
 
     None without such texts. A teacher writes its texts here, once: it stays as it is.
     """
@@ -319,22 +357,34 @@ def _loss(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
         return None
     tokenizer = context.language.tokenizer
     log_probs = compose.log_probs_of(context, "policy")
-    if author == "data":
-        rows = [row for row in _evaluation_rows(context) if held_out_loss.brings_text(row)]
-        if not rows:
-            return None
-        loss = held_out_loss.held_out_loss(log_probs, rows, tokenizer, context.max_length)
-    else:
-        rows = _problems(context)
-        if not rows:
-            return None
-        decoding = compose.decoding(
-            context, author, group_size=1, purpose=Purpose.EVALUATION, seed=0
-        )
-        engine = make_engine(decoding, Scorer(tokenizer))
-        texts = engine.roll_out(params, RolloutRequest(rows, step=0)).rollout
-        loss = held_out_loss.sampled_loss(log_probs, rows, texts)
-    return lambda params, in_full: held_out_loss.as_metrics(loss(params))
+    losses = {}
+    for name, rows in _sets(context).items():
+        if author == "data":
+            rows = [row for row in rows if tasks.brings_text(row)]
+        else:
+            rows = _problems(context, rows)
+        if rows and author == "data":
+            losses[name] = held_out_loss.held_out_loss(
+                log_probs, rows, tokenizer, context.max_length
+            )
+        elif rows:
+            decoding = compose.decoding(
+                context, author, group_size=1, purpose=Purpose.EVALUATION, seed=0
+            )
+            engine = make_engine(decoding, Scorer(tokenizer))
+            texts = engine.roll_out(params, RolloutRequest(rows, step=0)).rollout
+            losses[name] = held_out_loss.sampled_loss(log_probs, rows, texts)
+    if not losses:
+        return None
+
+    def evaluate(params: Params, in_full: bool) -> dict[str, float]:
+        del in_full
+        metrics = {}
+        for name, loss in losses.items():
+            metrics |= held_out_loss.as_metrics(loss(params), _prefix(name))
+        return metrics
+
+    return evaluate
 
 
 # --- given pairs ---
@@ -441,16 +491,30 @@ def _evaluation_rows(context: RunContext) -> list[Row]:
     return rows
 
 
+def _sets(context: RunContext) -> dict[str, list[Row]]:
+    """Return the sets of held-out rows by name: "" is that of the run, others are
+    --evaluation.sets."""
+    config = context.config
+    sets = {"": _evaluation_rows(context)}
+    if config.evaluation.rows:
+        for name, path in config.evaluation.named_sets.items():
+            sets[name] = tasks.rows_of_set(config.data, path, config.evaluation.rows)
+            _require_same_rows(sets[name])
+    return sets
+
+
 def _require_same_rows(rows: Sequence[Row]) -> None:
     """Raise InputError if another process has other held-out rows. All processes call it."""
     if processes.count() > 1:
         agreement.require_equal({"the held-out rows": data.fingerprint(rows)})
 
 
-def _problems(context: RunContext) -> list[Row]:
+def _problems(context: RunContext, held_out: list[Row]) -> list[Row]:
     """Return the held-out rows that can be answered."""
-    rows = tasks.problems(_evaluation_rows(context))
-    if not rows or not isinstance(context.config.data, FileData):
+    rows = tasks.problems(held_out)
+    if not rows or not (
+        isinstance(context.config.data, FileData) or context.config.evaluation.sets
+    ):
         return rows
     limit = context.config.sampling.max_prompt_tokens
     return list(tasks.drop_misfits(rows, context.language.tokenizer, limit))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         "commit": commit(),
         "stopped": reasons[-1] if last < config.steps else "",
         "model_step": rules.best_step if config.stop.best else last,
-        "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
+        "eval": {
+            "before": evaluation_of(rows[0], config.evaluation.named_sets),
+            "after": evaluation_of(rows[-1], config.evaluation.named_sets),
+        },
         "files": manifests.describe_files(run_dir, folders),
     }
     if isinstance(config.data, FileData) and config.data.flip.share:
@@ -259,11 +263,12 @@ def commit() -> str | None:
         return None
 
 
-def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
+def evaluation_of(row: dict[str, Any], sets: Iterable[str] = ()) -> dict[str, Any]:
     """Return the evaluation in a metrics row, with the greedy one inside; {} if there is none.
 
     `loss`, `reward` and each of `rewards` are {value, low, high, n}. There is no `accuracy` if the
-    reward is graded, since it does not say which answers are right.
+    reward is graded, since it does not say which answers are right. `sets` has the evaluation of
+    each further set of that name.
     """
 
     def estimate(name: str, n_name: str | None = None) -> dict[str, Any]:
@@ -289,5 +294,9 @@ def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
         }
         return accuracy | {name: value for name, value in parts.items() if value}
 
-    parts = {"loss": estimate("eval/loss"), "greedy": read("eval/greedy_")}
-    return read("eval/") | {name: value for name, value in parts.items() if value}
+    def whole(prefix: str) -> dict[str, Any]:
+        parts = {"loss": estimate(f"{prefix}loss"), "greedy": read(f"{prefix}greedy_")}
+        return read(prefix) | {name: value for name, value in parts.items() if value}
+
+    of_sets = {name: measured for name in sets if (measured := whole(f"eval/{name}/"))}
+    return whole("eval/") | ({"sets": of_sets} if of_sets else {})

@@ -31,6 +31,13 @@ def train(
 ) -> str:
     """Run `tpu_rl.train` and return the address of the run folder."""
     arguments = {"rows": rows, "evaluation_rows": evaluation_rows}
+    sets: list[str] = []
+    if isinstance(evaluation_rows, Mapping):
+        # As TRL's dict of datasets: name of a set -> rows.
+        del arguments["evaluation_rows"]
+        for name, rows_of_set in evaluation_rows.items():
+            arguments[f"evaluation_rows.{name}"] = rows_of_set
+            sets.append(f"{name}={python_rows.PYTHON}evaluation_rows.{name}")
     given_rows = {name: given for name, given in arguments.items() if given is not None}
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]  # As TRL takes it.
@@ -49,7 +56,9 @@ def train(
             passed["environment"] = f"{named.PYTHON}{name}"
         if rows is not None:
             passed["data.path"] = f"{python_rows.PYTHON}rows"
-        if evaluation_rows is not None:
+        if sets:
+            passed["evaluation.sets"] = sets
+        elif evaluation_rows is not None:
             passed["data.evaluation-path"] = f"{python_rows.PYTHON}evaluation_rows"
         if rewards is not None:
             passed["reward"] = terms

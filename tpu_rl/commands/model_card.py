@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def write_card(
 
     Paths of this machine do not appear in it: of a local file or directory, it has the name only.
     """
-    results = read_results(run_dir, step)
+    results = read_results(run_dir, step, config.evaluation.named_sets)
     base = base_name(config)
     method = method_name(config)
     lines = [
@@ -74,6 +75,11 @@ def write_card(
     for name, value in settings(config, step, role, dtype, adapter).items():
         lines.append(f"| {name} | {escape(value)} |")
     lines += ["", "## Held-out results", "", *results_table(results["eval"]), ""]
+    for name in config.evaluation.named_sets:
+        of_set = {
+            when: (result.get("sets") or {}).get(name) for when, result in results["eval"].items()
+        }
+        lines += [f"### {name}", "", *results_table(of_set), ""]
     if roles.specs(config)[role].outputs is None:
         lines += ["## Use", "", *usage(adapter), ""]
     lines += ["## Versions", "", "| package | version |", "|---|---|"]
@@ -81,8 +87,10 @@ def write_card(
     return "\n".join(lines) + "\n"
 
 
-def read_results(run_dir: Path, step: int) -> dict[str, Any]:
+def read_results(run_dir: Path, step: int, sets: Iterable[str] = ()) -> dict[str, Any]:
     """Return `eval` and `versions`, as in summary.json, of a run at a step.
+
+    `sets` are the names of its further sets of held-out rows.
 
     A run that is not finished has no summary of that step. Its rows have the evaluations so far.
     """
@@ -91,7 +99,7 @@ def read_results(run_dir: Path, step: int) -> dict[str, Any]:
         # Runs of before they were recorded have no versions.
         return {"eval": summary["eval"], "versions": summary.get("versions") or versions()}
     rows = run_files.read_metrics(run_dir)
-    evaluations = [evaluation_of(row) for row in rows if row["step"] <= step]
+    evaluations = [evaluation_of(row, sets) for row in rows if row["step"] <= step]
     measured = [evaluation for evaluation in evaluations if evaluation]
     if not measured:
         return {"eval": {}, "versions": versions()}

@@ -33,7 +33,7 @@ from tpu_rl.experience import tasks
 from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
-from tpu_rl.rollout import episodes
+from tpu_rl.rollout import episodes, scoring
 from tpu_rl.rollout.scoring import ENVIRONMENT
 from tpu_rl.runtime import compilation_cache, processes
 from tpu_rl.runtime.host import (
@@ -104,6 +104,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
             print(f"note: {note}", file=sys.stderr)
     warnings += row_checks.check(config, tokenizer, model.config.vocab.size)
     warnings += check_tokenizer(config, tokenizer, model, rows)
+    check_sets(config, tokenizer)
     environment = compose.environment(config)
     prompts = [row["prompt"] for row in rows if "prompt" in row]
     if environment is not None and not prompts:
@@ -590,6 +591,71 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
             of_rollout = {column: [] for column in rewards.ROLLOUT_COLUMNS}
             rewards.score(functions, [], [], columns, rollout_columns=of_rollout)
     host_agreement.require_same_reward_files(tuple(untrained))
+
+
+def check_sets(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> None:
+    """Check the further sets of held-out rows of a run.
+
+    Raises InputError if the run would not measure one of them: it evaluates nothing, or ranks
+    pairs; the rows cannot be read, or have no prompt that is short enough; no reward judges them,
+    or the one that says what is correct needs a column that they lack.
+    """
+    stage = config.stages[-1]
+    ranks = compose.learns_from_given_pairs(stage) or roles.reading(stage.algorithm) is not None
+    if config.evaluation.sets and (ranks or not config.evaluation.rows):
+        raise InputError(
+            "nothing measures further sets of held-out rows",
+            where="--evaluation.sets",
+            why="the method is evaluated by its ranking of pairs, or by labeled steps"
+            if ranks
+            else "--evaluation.rows 0 turns evaluation off",
+            fix="leave them out; evaluate.py --data.path measures them by themselves",
+        )
+    for name, path in config.evaluation.named_sets.items():
+        try:
+            rows = tasks.rows_of_set(config.data, path, config.evaluation.rows)
+            problems = tasks.problems(rows) if is_answered(config) else []
+            if problems:
+                check_problems(config, problems, tokenizer)
+        except InputError as error:
+            where = f"--evaluation.sets {name}={path}"
+            where += f"; {error.where}" if error.where and error.where != path else ""
+            raise InputError(error.what, where=where, why=error.why, fix=error.fix) from None
+        imitates = stage.algorithm.experience.imitates is not None
+        if not problems and not (imitates and any(map(tasks.brings_text, rows))):
+            raise InputError(
+                "nothing measures the rows",
+                where=f"--evaluation.sets {name}={path}",
+                why="no reward judges answers to them, and the run does not imitate such rows",
+                fix="name a reward: --evaluation.reward",
+            )
+
+
+def is_answered(config: ExperimentConfig) -> bool:
+    """Return True if something judges answers to held-out problems."""
+    return config.evaluation_reward is not None or compose.is_judged(config)
+
+
+def check_problems(
+    config: ExperimentConfig, problems: list[data.Row], tokenizer: tokenizers.Tokenizer
+) -> None:
+    """Raise InputError if no prompt is short enough, or no reward judges the problems, or the one
+    that says what is correct needs a column that they lack."""
+    limit = config.sampling.max_prompt_tokens
+    problems = list(tasks.drop_misfits(problems, tokenizer, limit))
+    names = [name for name in config.evaluation_rewards if not is_directory(name)]
+    with open_rewards(config, names) as functions:
+        judging = rewards.of_rows(functions, problems)
+        if functions and not judging and len(names) == len(config.evaluation_rewards):
+            raise InputError(
+                "no reward judges the rows",
+                why=f"for rows of other kinds: {', '.join(functions)}",
+                fix="add a reward for them, as for_rows(of=...,column=...,values=...)",
+            )
+        if judging and config.evaluation_reward in names:
+            correct = next(iter(judging))
+            columns = scoring.repeat_rows(problems, 1)[1]
+            rewards.require_columns(correct, judging[correct], columns, rewards.ROLLOUT_COLUMNS)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     rows: Rows | None = None,
     rewards: Sequence[Reward | tuple[Weight, Reward]] | Reward | None = None,
-    evaluation_rows: Rows | None = None,
+    evaluation_rows: Rows | Mapping[str, Rows] | None = None,
     environment: str | Callable[[], Any] | None = None,
 ) -> Run:
     """Train, and return what the run has left in its folder.
@@ -81,7 +81,8 @@ def train(
             as (weight, reward). They run in this process, without limits on time and memory.
         environment: a class that answers the policy over several turns (`environments.contract`),
             which runs in this process, or a text as `--environment` takes it.
-        evaluation_rows: held-out rows. By default the last rows are held out, as of a file.
+        evaluation_rows: held-out rows. By default the last rows are held out, as of a file. A dict
+            name -> rows is further sets, beside the last rows (`--evaluation.sets`).
 
     Raises:
         InputError: if an override, the rows or a reward cannot be used, or another run is in the

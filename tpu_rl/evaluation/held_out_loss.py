@@ -16,19 +16,6 @@ from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Demonstrations, Params, Rollout
 
 
-def brings_text(row: Row) -> bool:
-    """Return True if a row has a demonstration: a completion or an answer, not judged."""
-    if row.get("label") is not None:
-        return False
-    messages = row.get("messages")
-    if messages is None:
-        return row.get("prompt") is not None and isinstance(row.get("completion"), str | list)
-    # Nobody checked the columns of a first row.
-    return isinstance(messages, list) and any(
-        isinstance(message, dict) and message.get("role") == "assistant" for message in messages[1:]
-    )
-
-
 def held_out_loss(
     log_probs: TextLogProbs, rows: list[Row], tokenizer: Tokenizer, max_length: int
 ) -> Callable[[Params], Estimate]:
@@ -76,13 +63,13 @@ def _loss(
     return loss
 
 
-def as_metrics(loss: Estimate) -> dict[str, float]:
+def as_metrics(loss: Estimate, prefix: str) -> dict[str, float]:
     """Return a loss as four metrics; none if no text has a token to learn."""
     if not loss.n:
         return {}
     return {
-        "eval/loss": loss.value,
-        "eval/loss_low": loss.low,
-        "eval/loss_high": loss.high,
-        "eval/loss_n": loss.n,
+        f"{prefix}loss": loss.value,
+        f"{prefix}loss_low": loss.low,
+        f"{prefix}loss_high": loss.high,
+        f"{prefix}loss_n": loss.n,
     }

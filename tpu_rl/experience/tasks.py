@@ -133,12 +133,46 @@ def evaluation_rows(data_config: DataConfig, spec: ExperienceSpec, count: int) -
     return [rows[index] for index in range(count)]
 
 
+def rows_of_set(
+    data_config: DataConfig, path: str, count: int | None, split: str | None = None
+) -> list[Row]:
+    """Return the first `count` rows of other held-out data, read as those of a run.
+
+    They have the run's format, columns, templates and instruction; with a task, the plain format.
+    Rows are problems or demonstrations, whatever the run learns from. The prompt of a conversation
+    is what stands before the assistant's last answer.
+
+    Raises:
+        InputError: if a row has no `prompt` and no `messages`, or is not valid.
+    """
+    files = data_config if isinstance(data_config, FileData) else FileData()
+    first = data.first_row(path, split, files.config, files.columns)
+    is_chat = "prompt" not in first and brings_text(first)
+    spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
+    rows = read_rows(replace(files, instruction=""), path, spec, split)[:count]
+    dressed = _dressed(rows, files.evaluation_templates or files.templates, files.instruction)
+    return [_with_prompt(row) for row in dressed]
+
+
 def problems(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that can be answered, each with a `prompt`.
 
     The prompt of a conversation that has none is what stands before the assistant's last answer.
     """
     return [row for row in map(_with_prompt, rows) if row.get("prompt")]
+
+
+def brings_text(row: Row) -> bool:
+    """Return True if a row has a demonstration: a completion or an answer, not judged."""
+    if row.get("label") is not None:
+        return False
+    messages = row.get("messages")
+    if messages is None:
+        return row.get("prompt") is not None and isinstance(row.get("completion"), str | list)
+    # Nobody checked the columns of a first row.
+    return isinstance(messages, list) and any(
+        isinstance(message, dict) and message.get("role") == "assistant" for message in messages[1:]
+    )
 
 
 def _with_prompt(row: Row) -> Row:
@@ -257,15 +291,20 @@ def _chosen_rows(
             )
         train = data.take(train, clean)
 
-    def dressed(rows: Sequence[Row], templates: tuple[str, ...]) -> Sequence[Row]:
-        change = functools.partial(with_template, templates=templates)
-        add = functools.partial(_with_instruction, instruction=files.instruction)
-        if isinstance(rows, data.StoredRows):
-            return rows.map(change).map(add)
-        return [add(change(row)) for row in rows]
-
     others = files.evaluation_templates or files.templates
-    return dressed(train, files.templates), dressed(held_out, others)
+    return (
+        _dressed(train, files.templates, files.instruction),
+        _dressed(held_out, others, files.instruction),
+    )
+
+
+def _dressed(rows: Sequence[Row], templates: tuple[str, ...], instruction: str) -> Sequence[Row]:
+    """Return rows whose prompts are in templates, with the instruction behind them."""
+    change = functools.partial(with_template, templates=templates)
+    add = functools.partial(_with_instruction, instruction=instruction)
+    if isinstance(rows, data.StoredRows):
+        return rows.map(change).map(add)
+    return [add(change(row)) for row in rows]
 
 
 @functools.cache

@@ -29,6 +29,12 @@ from tpu_rl.report.series import Series
 FILE = "report.html"
 SHOWN_PROMPTS = 6
 HELD_OUT_LOSS = "eval/loss"
+SET_MEASURES = {
+    "accuracy": "Share of right answers.",
+    "reward": "Mean over problems.",
+    "loss": "Nats per token.",
+}
+"""Metric of a further set of held-out rows -> what it is; the first one that a set has is drawn."""
 OTHER_CHARTS = 12
 """Charts of metrics that have no chart of their own, at most."""
 OTHER_PREFIXES = (
@@ -349,6 +355,7 @@ def _other_charts(run: Run) -> tuple[Chart, ...]:
 def _learning(run: Run) -> str:
     figures = [_earlier_measure(run, kind) for kind in run.evaluation_kinds()[:-1]]
     figures += [_held_out_loss(run), _held_out_reward(run), _held_out_rewards(run)]
+    figures += _held_out_sets(run)
     figures += [_reward_chart(run)]
     figures += [_reward_parts_chart(run), _reward_histogram(run)]
     figures += [_chart_html(run, chart) for chart in BEHAVIOR]
@@ -401,6 +408,24 @@ def _held_out_rewards(run: Run) -> str:
     }
     note = "Means over problems."
     return _chart_html(run, Chart("Rewards on held-out problems", note, labels))
+
+
+def _held_out_sets(run: Run) -> list[str]:
+    """Return a chart for each further set of held-out rows: its accuracy, mean reward or loss."""
+    figures = []
+    sets = (run.config.get("evaluation") or {}).get("sets") or ()
+    for name in (text.partition("=")[0] for text in sets):
+        for measure, note in SET_MEASURES.items():
+            series = run.with_limits(f"eval/{name}/{measure}")
+            if series is None:
+                continue
+            drawing = charts.line_chart(
+                [series], percent=measure == "accuracy", pages=run.page_steps
+            )
+            title = f"Held-out rows: {name}"
+            figures.append(html_page.figure_html(title, f"{note} Band: 95 % interval.", drawing))
+            break
+    return figures
 
 
 def _reward_chart(run: Run) -> str:

@@ -37,6 +37,7 @@ from tpu_rl.rewards.scoring import Scores as Scores
 from tpu_rl.rewards.scoring import apply as apply
 from tpu_rl.rewards.scoring import as_answers as as_answers
 from tpu_rl.rewards.scoring import limited_to_share as limited_to_share
+from tpu_rl.rewards.scoring import of_rows as of_rows
 from tpu_rl.rewards.scoring import requested_columns as requested_columns
 from tpu_rl.rewards.scoring import require_columns as require_columns
 from tpu_rl.rewards.scoring import require_few_faults as require_few_faults

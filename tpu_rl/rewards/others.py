@@ -71,6 +71,8 @@ def for_rows(of: Reward = math_equivalent, column: str = "", values: str = "") -
             results[row] = value
         return results
 
+    score.__dict__["judges"] = lambda row: str(row.get(column)) in names
+
     def kinds(**_: Any) -> None:
         """Stand for the column in the declaration."""
 

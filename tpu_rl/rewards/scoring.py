@@ -343,6 +343,20 @@ def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Re
     return function
 
 
+def of_rows(
+    functions: Mapping[str, Reward], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Reward]:
+    """Return the functions, by name, that judge at least one of the data rows.
+
+    A function with an attribute `judges`, fn(row) -> bool, judges some kinds of rows only.
+    """
+    return {
+        name: function
+        for name, function in functions.items()
+        if any(getattr(function, "judges", lambda row: True)(row) for row in rows)
+    }
+
+
 def require_columns(
     name: str,
     function: Reward,
