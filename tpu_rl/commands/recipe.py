@@ -209,15 +209,15 @@ def run_all(
     recipes: Sequence[Recipe], configs: Sequence[dict[str, ExperimentConfig]], command: str
 ) -> None:
     """Run a recipe, or the same recipe with several seeds, and write the reports."""
-    with lock.hold(recipes[0].start_dir):
-        tables = [
-            run_recipe(recipe, parsed, command)
-            for recipe, parsed in zip(recipes, configs, strict=True)
-        ]
-        for recipe, table in zip(recipes, tables, strict=True):
+    tables = []
+    for recipe, parsed in zip(recipes, configs, strict=True):
+        # Other seeds may run at the same time, in processes of their own.
+        with lock.hold(recipe.run_dir):
+            table = run_recipe(recipe, parsed, command)
             recipe_report.write(recipe, table)
-        if recipes[0].run_dir != recipes[0].start_dir:
-            recipe_report.write_seeds(recipes, tables)
+        tables.append(table)
+    if recipes[0].run_dir != recipes[0].start_dir:
+        recipe_report.write_seeds(recipes, tables)
 
 
 def run_recipe(
