@@ -125,6 +125,11 @@ def plain_advantages(
         scale = config.step_coef if config.credit == "step" else 1.0
         for turn, value in against_peers(turns, peers).items():
             result[turn[0], columns[turn]] += scale * value
+    for row in np.flatnonzero(mask.any(1)) if config.thought_weight != 1 else ():
+        for place in range(int(mask[row].argmax()), mask.shape[1]):
+            result[row, place] *= config.thought_weight
+            if np.asarray(data.tokens)[row, place] == config.thought_end[0]:
+                break
     return result
 
 

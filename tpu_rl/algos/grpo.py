@@ -41,6 +41,11 @@ token baseline, as in verl with handle_zero_tail off.
 
     optimal token baseline   credit "token", advantages "opo"
 
+With `thought_weight` w, the advantages of thoughts, up to `thought_end`, count w times as much as
+those of answers: exploration is learned faster than execution, or slower.
+
+    E2C        thought_weight above 1                                    arXiv 2509.23946
+
 `group_policy_gradient` is the same algorithm with any surrogate: see `gspo`, `cispo` and
 `surrogates`.
 
@@ -301,7 +306,7 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix, Observat
 
 
 @dataclass(frozen=True)
-class GrpoConfig(GroupPolicyConfig):
+class ClippedPolicyConfig(GroupPolicyConfig):
     """Lengths are tokens; coefficients multiply nats."""
 
     clip_low: Annotated[float, In("(0, 1)")] = 0.2
@@ -310,6 +315,27 @@ class GrpoConfig(GroupPolicyConfig):
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
     dual_clip: Annotated[float, In("(1, inf)")] | None = None
     """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig(ClippedPolicyConfig):
+    """Lengths are tokens; coefficients multiply nats."""
+
+    thought_weight: NotNegative = 1.0
+    """Factor of the advantages of thoughts, the actions up to --algorithm.thought-end; those of
+    answers keep the factor 1. Of single turns."""
+    thought_end: tuple[int, ...] = ()
+    """Ids of the tokens that end a thought, in their order, such as that of </think>. A completion
+    without them is all thought; policy/thoughts is the share of actions in thoughts."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.thought_end and self.thought_weight == 1:
+            raise InputError(
+                "nothing differs between thoughts and answers",
+                where="--algorithm.thought-end",
+                fix="give --algorithm.thought-weight, too, as in 2",
+            )
 
 
 def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
@@ -340,7 +366,19 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
-    return group_policy_gradient(config, roles, sampling, surrogate)
+    algorithm = group_policy_gradient(config, roles, sampling, surrogate)
+    if config.thought_weight == 1:
+        return algorithm
+
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
+        batch, state = algorithm.make_batch(experience, params, state)
+        rollout, layout = experience
+        is_thought = advantages.thoughts(rollout.tokens, rollout.action_mask, config.thought_end)
+        in_thought = layout.pack(is_thought.astype(batch.advantages.dtype))
+        factors = 1.0 + (config.thought_weight - 1.0) * in_thought
+        return replace(batch, advantages=batch.advantages * factors, thoughts=in_thought), state
+
+    return algorithm._replace(make_batch=make_batch)
 
 
 def worst_prompts(rollout: Rollout, layout: Layout, config: GroupPolicyConfig) -> Array:

@@ -47,7 +47,7 @@ import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, Refinement, Replay
 from tpu_rl.algos.controllers import Controller, combined, is_empty
-from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
+from tpu_rl.algos.grpo import ClippedPolicyConfig, group_policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
@@ -88,7 +88,7 @@ _READS: dict[Method, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class MixedConfig(GrpoConfig):
+class MixedConfig(ClippedPolicyConfig):
     """GRPO's settings, and those of the solutions. Lengths are tokens."""
 
     method: Method = "chord"

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
+from tpu_rl.algos.grpo import ClippedPolicyConfig, group_policy_gradient
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
@@ -41,7 +41,7 @@ from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, R
 
 
 @dataclass(frozen=True)
-class PrimeConfig(GrpoConfig):
+class PrimeConfig(ClippedPolicyConfig):
     """GRPO's settings, and those of the process model."""
 
     process_beta: Positive = 0.05

@@ -96,6 +96,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     if config.evaluation.apply_chat_template:
         harness.require_tasks(config.evaluation.tasks)
         harness.require_chat_template(tokenizer)
+    check_thoughts(config, tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
     if any(stage.algorithm.experience.sampled_by for stage in config.stages):
@@ -358,6 +359,37 @@ def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) 
 
 def _learns_messages(stage: Stage) -> bool:
     return stage.algorithm.experience.columns[0] == "messages"
+
+
+def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> None:
+    """Print what ends a thought, where an algorithm weighs thoughts.
+
+    Raises InputError if nothing ends them, or completions have several turns.
+    """
+    weights = [getattr(stage.algorithm, "thought_weight", 1.0) for stage in config.stages]
+    if all(weight == 1 for weight in weights):
+        return
+    where = "--algorithm.thought-weight"
+    if config.environment or config.agent:
+        raise InputError(
+            "turns of a conversation have no phases",
+            where=f"{where}, --environment, --agent",
+            fix="leave one of them out",
+        )
+    close = config.sampling.thinking.close
+    ids = " ".join(map(str, tokenizer.encode(close, special=True)))
+    for stage in config.stages:
+        end = getattr(stage.algorithm, "thought_end", ())
+        if getattr(stage.algorithm, "thought_weight", 1.0) == 1:
+            continue
+        if not end:
+            raise InputError(
+                "nothing says where a thought ends",
+                where=where,
+                fix=f"give the ids of its end: {close} is --algorithm.thought-end {ids}",
+            )
+        text = tokenizer.decode(list(end), skip_special=False)
+        print(f"note: thoughts end with {text!r} (--algorithm.thought-end)", file=sys.stderr)
 
 
 # --- data ---

@@ -290,6 +290,24 @@ def step_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) ->
     return action_mask & jnp.isin(tokens, jnp.asarray(separators, tokens.dtype))
 
 
+def thoughts(tokens: Array, action_mask: Array, end: tuple[int, ...]) -> Array:
+    """Return True at the actions of thoughts, [N, T]: those up to the first `end` of a row.
+
+    `end` are the ids of the tokens that end a thought, in their order; they are of the thought,
+    too. They count behind the prompt, also where they were forced and are no actions. A completion
+    without them is all thought.
+    """
+    columns = jnp.arange(tokens.shape[1])[None]
+    padded = jnp.pad(tokens, ((0, 0), (0, len(end) - 1)), constant_values=-1)
+    is_end = columns >= action_mask.argmax(-1)[:, None]
+    for place, token_id in enumerate(end):
+        is_end &= padded[:, place : place + tokens.shape[1]] == token_id
+    # From the first token of `end` on, the thought has its last token `len(end) - 1` later.
+    begun = jnp.cumsum(is_end, axis=1) > 0
+    is_over = jnp.pad(begun, ((0, 0), (len(end), 0)))[:, : tokens.shape[1]]
+    return action_mask & ~is_over
+
+
 def turn_starts(action_mask: Array, ends: Array | None = None) -> Array:
     """Return True at the first action of each turn, [N, T]."""
     continues = action_mask if ends is None else action_mask & ~ends

@@ -68,6 +68,9 @@ class PolicyBatch:
     compared: Array | None = struct.field(default=None, kw_only=True)
     """1 at actions whose turn has others to be compared with, 0 at other tokens; None if a group
     compares episodes. For the metric policy/compared."""
+    thoughts: Array | None = struct.field(default=None, kw_only=True)
+    """1 at actions of thoughts, 0 at other tokens; None if phases do not differ. For the metric
+    policy/thoughts."""
 
 
 def learned_tokens(rollout: Rollout, *, mask_truncated: bool = False) -> Array:

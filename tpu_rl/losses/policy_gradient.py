@@ -168,6 +168,8 @@ def policy_loss(
     metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
     if batch.compared is not None:
         metrics["policy/compared"] = masked.average(batch.compared, mask)
+    if batch.thoughts is not None:
+        metrics["policy/thoughts"] = masked.average(batch.thoughts, mask)
     if batch.reference_log_probs is not None:
         kl = kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs, kl_estimator)
         if batch.importance is not None:
