@@ -17,6 +17,7 @@ from tpu_rl.commands import answers, recipe, recipe_file, recipe_report
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.recipe_file import Keep
 from tpu_rl.errors import InputError
+from tpu_rl.runtime.preemption import Preempted
 
 CHAIN = """
 run-dir: {run_dir}
@@ -171,6 +172,20 @@ def test_all_stages_are_checked_before_the_first_begins(tmp_path, capsys, old, n
     assert "error: " in error
     assert expected in error
     assert not (tmp_path / "run" / "sft").exists()
+
+
+def test_a_stage_that_is_told_to_end_ends_the_recipe_with_its_code(tmp_path, capsys, monkeypatch):
+    def preempted(*_):
+        raise Preempted("step 1 is saved")
+
+    path = tmp_path / "chain.yaml"
+    path.write_text(CHAIN.format(run_dir=tmp_path / "run"))
+    monkeypatch.setattr(recipe, "measure", lambda *_: {})
+    monkeypatch.setattr(recipe.run, "start", preempted)
+    monkeypatch.setattr(recipe, "check", lambda chain, shows: recipe.parse(chain))
+    assert recipe.main([str(path)]) == Preempted.code
+    error = capsys.readouterr().err
+    assert error.startswith("step 1 is saved\n  to go on: ")
 
 
 def scored(rewards: list[float], completions: list[str], truncated: Any = ()) -> Any:

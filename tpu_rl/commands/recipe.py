@@ -109,6 +109,8 @@ def named(what: str) -> Iterator[None]:
     """Let errors say which stage or evaluation they are of."""
     try:
         yield
+    except Preempted:  # Not an error of the stage.
+        raise
     except TpuRlError as error:
         where = f"{what}: {error.where}" if error.where else what
         raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from error
