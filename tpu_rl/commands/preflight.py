@@ -22,6 +22,7 @@ import yaml
 
 from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files
 from tpu_rl.algorithm_spec import SourceName
+from tpu_rl.algos.grpo import GrpoConfig
 from tpu_rl.commands import compose, config_checks, continued, meshes, roles, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.data import files
@@ -366,29 +367,25 @@ def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) ->
 
     Raises InputError if nothing ends them, or completions have several turns.
     """
-    weights = [getattr(stage.algorithm, "thought_weight", 1.0) for stage in config.stages]
-    if all(weight == 1 for weight in weights):
-        return
+    algorithms = [stage.algorithm for stage in config.stages]
+    weighing = [a for a in algorithms if isinstance(a, GrpoConfig) and a.thought_weight != 1]
     where = "--algorithm.thought-weight"
-    if config.environment or config.agent:
+    if weighing and (config.environment or config.agent):
         raise InputError(
             "turns of a conversation have no phases",
             where=f"{where}, --environment, --agent",
             fix="leave one of them out",
         )
-    close = config.sampling.thinking.close
-    ids = " ".join(map(str, tokenizer.encode(close, special=True)))
-    for stage in config.stages:
-        end = getattr(stage.algorithm, "thought_end", ())
-        if getattr(stage.algorithm, "thought_weight", 1.0) == 1:
-            continue
-        if not end:
+    for algorithm in weighing:
+        if not algorithm.thought_end:
+            close = config.sampling.thinking.close
+            ids = " ".join(map(str, tokenizer.encode(close, special=True)))
             raise InputError(
                 "nothing says where a thought ends",
                 where=where,
                 fix=f"give the ids of its end: {close} is --algorithm.thought-end {ids}",
             )
-        text = tokenizer.decode(list(end), skip_special=False)
+        text = tokenizer.decode(list(algorithm.thought_end), skip_special=False)
         print(f"note: thoughts end with {text!r} (--algorithm.thought-end)", file=sys.stderr)
 
 
