@@ -99,7 +99,10 @@ ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
     "compose": {"config", "roles"},
     "python_run": {"from_python"},
     "from_python": {"config", "flag_names", "run", "yaml_flags"},
-    "recipe": {"answers", "config", "preflight", "recipe_file", "recipe_report", "roles", "run"},
+    "recipe": {
+        *("answers", "config", "preflight", "recipe_file", "recipe_report", "roles", "run"),
+        "written_prompts",
+    },
     "cli": {"presets", *cli.COMMANDS},
 }
 """Module of tpu_rl.commands -> what it may import of that folder. The other modules may import all

@@ -18,6 +18,7 @@ PARTS = ("train", "held_out")
 WRITTEN = {
     *(f"runs/arithmetic_rows/{kind}_{part}.jsonl" for kind in make_rows.KINDS for part in PARTS),
     *(f"runs/issues/{part}.jsonl" for part in PARTS),
+    *(f"runs/own_problem_rows/{name}.jsonl" for name in ("writer", "problems")),
     "runs/arithmetic_tries.jsonl",
     "rows.jsonl",
 }

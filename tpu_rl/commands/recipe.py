@@ -29,7 +29,16 @@ import tyro
 
 from tpu_rl import run_files
 from tpu_rl.checkpoint import lock
-from tpu_rl.commands import answers, config, preflight, recipe_file, recipe_report, roles, run
+from tpu_rl.commands import (
+    answers,
+    config,
+    preflight,
+    recipe_file,
+    recipe_report,
+    roles,
+    run,
+    written_prompts,
+)
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe_file import START, Keep, Recipe
@@ -199,6 +208,8 @@ def check_filter(config: ExperimentConfig, keep: Keep) -> None:
             where="keep: concepts, rows, weakest",
             fix="use `rows: prompts`, and at least 1 concept",
         )
+    if keep.columns:
+        written_prompts.load(keep.columns)
     if config.environment or config.agent:
         raise InputError(
             "a filter keeps completions of one turn",
@@ -260,7 +271,8 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
         InputError: if the folder has rows of other settings, or no row is left.
     """
     folder = Path(config.run_dir)
-    settings = {"stage": answers.identity(config, str(config.model.path)), "keep": asdict(keep)}
+    stage = answers.identity(config, str(config.model.path))
+    settings = {"stage": stage, "keep": rule_of(keep)}
     text = json.dumps(settings, sort_keys=True)
     summary = run_files.read_json(folder / recipe_report.SUMMARY)
     known = folder / "settings.json"
@@ -317,10 +329,21 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
             step=number,
             seed=config.seed,
         )
-        kept_rows, numbers = choose(chunk, scored, keep)
+        if keep.rows == "written":
+            kept_rows, numbers = written_prompts.choose(chunk, scored, keep)
+        else:
+            kept_rows, numbers = choose(chunk, scored, keep)
         answers.write_lines(path, [numbers, *kept_rows])
         print(f"  {first + len(chunk)} of {count} prompts: {json.dumps(numbers)}", flush=True)
     join_chunks(folder, -(-count // keep.chunk), keep)
+
+
+def rule_of(keep: Keep) -> dict[str, Any]:
+    """Return the settings of a filter, those of before there were columns as they were."""
+    rule = asdict(keep)
+    if not keep.columns:
+        del rule["columns"]
+    return rule
 
 
 def join_chunks(folder: Path, count: int, keep: Keep) -> None:
@@ -335,6 +358,9 @@ def join_chunks(folder: Path, count: int, keep: Keep) -> None:
             totals[name] = totals.get(name, 0) + value
     if keep.concepts:
         lines = weakest(lines, totals, keep)
+        totals["kept"] = len(lines)
+    if keep.rows == "written" and not keep.duplicates:
+        lines = written_prompts.once(lines)
         totals["kept"] = len(lines)
     if not lines:
         raise InputError(

@@ -57,10 +57,15 @@ class Keep:
 
     prompts: int = 0
     """The largest number of prompts to sample for; 0 takes all rows of a file."""
-    rows: Literal["completions", "pairs", "prompts"] = "completions"
+    rows: Literal["completions", "pairs", "prompts", "written"] = "completions"
     """completions: rows with `completion`, those that pass. pairs: the best and the worst
     completion of a prompt as `chosen` and `rejected`. prompts: the rows as they were, chosen by how
-    many of their completions pass."""
+    many of their completions pass. written: completions that pass become prompts of new rows."""
+    columns: str = ""
+    """written: FILE.py:FUNCTION, fn(texts, **columns) -> the columns of the new row of each text,
+    such as its answer, or None for a text that is no problem. `columns` are those of the rows that
+    asked. A returned `prompt` takes the place of the text. Without it new rows have a prompt
+    alone."""
     min_reward: float = 0.5
     """The smallest total reward of a completion that passes."""
     max_per_prompt: int = 0
@@ -85,8 +90,9 @@ class Keep:
 
 
 READ_BY = {
-    "max-per-prompt": ("completions",),
-    "duplicates": ("completions",),
+    "max-per-prompt": ("completions", "written"),
+    "duplicates": ("completions", "written"),
+    "columns": ("written",),
     "gap": ("pairs",),
     "step-end": ("pairs",),
 }
@@ -317,7 +323,7 @@ def _keep(values: Any, where: str) -> Keep:
             )
             value = tuple(ends) if fits else value
         elif key == "rows":
-            fits = value in ("completions", "pairs", "prompts")
+            fits = value in ("completions", "pairs", "prompts", "written")
         elif isinstance(default, bool | str):
             fits = isinstance(value, type(default))
         elif isinstance(default, int):
