@@ -18,6 +18,10 @@ PARTS = ("train", "held_out")
 WRITTEN = {
     *(f"runs/arithmetic_rows/{kind}_{part}.jsonl" for kind in make_rows.KINDS for part in PARTS),
     *(f"runs/issues/{part}.jsonl" for part in PARTS),
+    *(
+        f"runs/tic_tac_toe_rows/{name}.jsonl"
+        for name in ("random_games", "openings", "random", "perfect")
+    ),
     *(f"runs/own_problem_rows/{name}.jsonl" for name in ("writer", "problems")),
     "runs/arithmetic_tries.jsonl",
     "rows.jsonl",
