@@ -156,6 +156,8 @@ stages:
     preset: arithmetic_grpo
     batch.group-size: 4
     sampling.max-new-tokens: 32
+    # The shipped model writes most solutions of three terms out.
+    data.train: {{min-terms: 3, max-terms: 3, operators: "+-*"}}
     reward: ["pattern(regex=^[0-9]+[-+*])"]
     keep: {{rows: written, columns: "{folder}/mine.py:{function}", prompts: 12, chunk: 8}}
   grpo:
