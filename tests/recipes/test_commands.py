@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.arithmetic import make_rows
+from recipes.arithmetic import make_rows, make_texts
 from tpu_rl.commands import config, recipe_file
 from tpu_rl.experience.config import FileData
 
@@ -23,6 +23,7 @@ WRITTEN = {
         for name in ("random_games", "openings", "random", "perfect")
     ),
     *(f"runs/own_problem_rows/{name}.jsonl" for name in ("writer", "problems")),
+    *(f"runs/gemma_rows/{name}.jsonl" for name in make_texts.rows(largest=20, worked=2)),
     "runs/arithmetic_tries.jsonl",
     "rows.jsonl",
 }
