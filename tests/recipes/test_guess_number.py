@@ -9,7 +9,7 @@ from tpu_rl.environments import contract
 
 
 def play(number, guesses, kind=game.Guess):
-    """Return the answer to each guess, from 43 to 49, and its reward. The last one ends the game."""
+    """Return the answer and the reward of each guess from 43 to 49. The last ends the game."""
     player = kind()
     player.reset(number=number, low=43, high=49, max_turns=len(guesses), prompt=[])
     answers = [contract.step(player, guess) for guess in guesses]

@@ -70,7 +70,7 @@ def test_the_share_of_right_arguments(changes, share):
     [
         (call({}), 0.4),
         (call(NEEDED, "trip_plan"), 0.2),
-        (call(NEEDED, ["trip.plan"]), 0.2),
+        (json.dumps({"name": ["trip.plan"], "arguments": NEEDED}), 0.2),
         (json.dumps({"name": "trip.plan", "arguments": None}), 0),
         (json.dumps({"name": "trip.plan", "parameters": NEEDED}), 0),
         (json.dumps([call(NEEDED)]), 0),
