@@ -113,7 +113,7 @@ def main() -> None:
     demonstrations = [demonstration(row, game, rng) for row in rng.sample(train, DEMONSTRATIONS)]
     files = {"demonstrations": demonstrations, "train": train, "held_out": held_out}
     for name, part in files.items():
-        path = flags.to / f"{name}.jsonl"
+        path = flags.to / f"games_{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         print(f"{len(part)} rows written to {path}")
 

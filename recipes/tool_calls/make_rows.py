@@ -7,7 +7,8 @@ leaderboard (`simple_python`), in the Python package bfcl-eval (Apache-2.0), whi
 with your own settings: 2 MB. Without a network, pass its wheel with `--wheel FILE`. The package is
 read as an archive, and none of its code runs.
 
-DIR then holds train.jsonl and held_out.jsonl, with the shorter questions. No function is in both.
+DIR then holds calls_train.jsonl and calls_held_out.jsonl, with the shorter questions. No function is
+in both.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def main(argv: list[str]) -> int:
         return error.code
     flags.to.mkdir(parents=True, exist_ok=True)
     for name, part in zip(("train", "held_out"), split(rows), strict=True):
-        path = flags.to / f"{name}.jsonl"
+        path = flags.to / f"calls_{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         print(f"{len(part)} rows written to {path}")
     return 0

@@ -140,7 +140,7 @@ def test_no_function_is_in_both_files_and_long_questions_in_none(tmp_path, capsy
     assert make_rows.main(["--wheel", str(wheel), "--to", str(tmp_path)]) == 0
     names = []
     for file, expected in (("train", 20), ("held_out", make_rows.HELD_OUT)):
-        lines = (tmp_path / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (tmp_path / f"calls_{file}.jsonl").read_text(encoding="utf-8").splitlines()
         names.append([json.loads(json.loads(line)["answer"])["name"] for line in lines])
         assert len(lines) == 2 * expected
         assert len(set(names[-1])) == expected
