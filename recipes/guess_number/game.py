@@ -19,7 +19,7 @@ SIZE = 7
 GUESSES = 3
 LOWS = range(1, 94)
 """The smallest numbers of ranges."""
-HELD_OUT_LOWS = 20
+HELD_OUT_LOWS = 14
 DEMONSTRATIONS = 400
 
 Row = dict[str, Any]

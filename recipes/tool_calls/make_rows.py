@@ -7,8 +7,8 @@ leaderboard (`simple_python`), in the Python package bfcl-eval (Apache-2.0), whi
 with your own settings: 2 MB. Without a network, pass its wheel with `--wheel FILE`. The package is
 read as an archive, and none of its code runs.
 
-DIR then holds calls_train.jsonl and calls_held_out.jsonl, with the shorter questions. No function is
-in both.
+DIR then holds calls_train.jsonl and calls_held_out.jsonl, with the shorter questions. No function
+is in both.
 """
 
 from __future__ import annotations
