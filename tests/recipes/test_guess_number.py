@@ -1,10 +1,11 @@
 """The game and the rows of guess a number."""
 
+import json
 import random
 
 import pytest
 
-from recipes.guess_number import game
+from recipes.guess_number import game, read_games
 from tpu_rl.environments import contract
 
 
@@ -78,3 +79,21 @@ def test_demonstrations_agree_with_the_hints_and_often_lose():
         wins.append(guesses[-1] == row["number"])
     # A player who guesses at random among what is left wins 67.8 % of games.
     assert 0.6 < sum(wins) / len(wins) < 0.75
+
+
+PROMPT = "user: I think of a number from 43 to 49. You have 3 guesses. Say a number."
+
+
+def test_games_of_an_evaluation_are_read():
+    transcripts = [
+        "assistant: 46\nuser: Too high: 43 to 45\nassistant: 44\nuser: right",
+        "assistant: 44\nuser: Too low\nassistant: 43\nuser: Too low\nassistant: assistant: 45",
+    ]
+    assert read_games.read_game(PROMPT, transcripts[0]) == ([46, 44], [(43, 49), (43, 45)])
+    assert read_games.read_game(PROMPT, transcripts[1]) == (
+        [44, 43, None],
+        [(43, 49), (45, 49), (45, 49)],
+    )
+    problem = {"prompt": PROMPT, "completions": transcripts, "rewards": [1.0, 0.0]}
+    lines = [json.dumps({"of": "model"}), json.dumps(problem)]
+    assert read_games.summary(lines) == "0.50 of 2 | 2.00 of 1 | 0.33 of 3 | 0.50 of 2"
