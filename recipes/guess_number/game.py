@@ -28,6 +28,12 @@ Row = dict[str, Any]
 class Guess:
     """A game. The policy's turn is its guess, and each answer repeats what is left."""
 
+    def question(self, low: int, high: int) -> str:
+        """Return the prompt of a game."""
+        return (
+            f"I think of a number from {low} to {high}. You have {GUESSES} guesses. Say a number."
+        )
+
     def reset(self, number: int, low: int, high: int, max_turns: int, **row: Any) -> None:
         """Begin a game, of which the prompt has told the range."""
         del row
@@ -55,32 +61,38 @@ class Guess:
         return f"Too high: {self.low} to {self.high}"
 
 
-class BareGuess(Guess):
-    """The same game, whose answers do not repeat what is left."""
+class ListedGuess(Guess):
+    """The same game, whose prompt and answers list the numbers that are left."""
+
+    def question(self, low: int, high: int) -> str:
+        return f"I think of a number from {low} to {high}: {numbers(low, high)}. Say a number."
 
     def hint(self, guess: int | None) -> str:
-        return super().hint(guess).partition(":")[0]
+        return f"{super().hint(guess).partition(':')[0]}: {numbers(self.low, self.high)}"
 
 
-GAMES = {"ranges": Guess, "bare": BareGuess}
+GAMES = {"ranges": Guess, "lists": ListedGuess}
 
 
-def rows(low: int) -> list[Row]:
+def numbers(low: int, high: int) -> str:
+    return " ".join(map(str, range(low, high + 1)))
+
+
+def rows(low: int, game: Guess) -> list[Row]:
     """Return the games of a range, one for each number."""
     high = low + SIZE - 1
-    text = f"I think of a number from {low} to {high}. You have {GUESSES} guesses. Say a number."
-    prompt = [{"role": "user", "content": text}]
+    prompt = [{"role": "user", "content": game.question(low, high)}]
     return [
         {"prompt": prompt, "number": number, "low": low, "high": high}
         for number in range(low, high + 1)
     ]
 
 
-def split() -> tuple[list[Row], list[Row]]:
+def split(game: Guess) -> tuple[list[Row], list[Row]]:
     """Return the rows for training and those of held-out ranges, in an order that stays."""
     lows = random.Random(0).sample(LOWS, len(LOWS))
     parts = (lows[HELD_OUT_LOWS:], lows[:HELD_OUT_LOWS])
-    train, held_out = ([row for low in part for row in rows(low)] for part in parts)
+    train, held_out = ([row for low in part for row in rows(low, game)] for part in parts)
     random.Random(1).shuffle(train)
     return train, held_out
 
@@ -104,12 +116,12 @@ def demonstration(row: Row, game: Guess, rng: random.Random) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=Path, required=True, help="the directory to write")
-    parser.add_argument("--game", choices=GAMES, default="ranges", help="of the demonstrations")
+    parser.add_argument("--game", choices=GAMES, default="ranges", help="what answers tell")
     flags = parser.parse_args()
     flags.to.mkdir(parents=True, exist_ok=True)
-    train, held_out = split()
-    rng = random.Random(2)
     game = GAMES[flags.game]()
+    train, held_out = split(game)
+    rng = random.Random(2)
     demonstrations = [demonstration(row, game, rng) for row in rng.sample(train, DEMONSTRATIONS)]
     files = {"demonstrations": demonstrations, "train": train, "held_out": held_out}
     for name, part in files.items():

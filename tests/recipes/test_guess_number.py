@@ -24,9 +24,9 @@ def test_answers_repeat_what_is_left():
         ("Too low: 45 to 45", 0),
         ("right", 1),
     ]
-    assert play(45, ["46", "44", "45"], game.BareGuess) == [
-        ("Too high", 0),
-        ("Too low", 0),
+    assert play(45, ["46", "43", "45"], game.ListedGuess) == [
+        ("Too high: 43 44 45", 0),
+        ("Too low: 44 45", 0),
         ("right", 1),
     ]
 
@@ -45,16 +45,19 @@ def test_a_turn_that_is_no_number_costs_a_guess(text):
 
 
 def test_the_held_out_ranges_begin_with_other_numbers():
-    train, held_out = game.split()
+    train, held_out = game.split(game.Guess())
     assert len(train) + len(held_out) == len(game.LOWS) * game.SIZE
     assert {row["low"] for row in train}.isdisjoint(row["low"] for row in held_out)
     for row in train + held_out:
         assert row["low"] <= row["number"] <= row["high"]
         assert f"from {row['low']} to {row['high']}." in row["prompt"][0]["content"]
+    listed = game.split(game.ListedGuess())[0][0]
+    numbers = map(str, range(listed["low"], listed["high"] + 1))
+    assert f": {' '.join(numbers)}." in listed["prompt"][0]["content"]
 
 
 def test_halving_always_wins():
-    for row in game.split()[1]:
+    for row in game.split(game.Guess())[1]:
         player = game.Guess()
         player.reset(**row, max_turns=game.GUESSES)
         reward, done = 0.0, False
@@ -64,7 +67,7 @@ def test_halving_always_wins():
 
 
 def test_demonstrations_agree_with_the_hints_and_often_lose():
-    rows = game.split()[0]
+    rows = game.split(game.Guess())[0]
     rng = random.Random(0)
     wins = []
     for row in rows:
