@@ -7,10 +7,11 @@ tokenizer of characters; random_games.jsonl, games of random moves to learn the 
 openings.jsonl, the beginnings from which the policy plays against itself; random.jsonl and
 perfect.jsonl, opponents for an evaluation, half of the games for each side.
 
-The policy reads the board and the side to move, as in ".X..O....X ", and writes a cell from 1 to 9
-and a line break. In training it moves for both sides. Each reward is that of the side that has just
-moved: 1 if it wins, -1 if its move is none, else 0. With `--algorithm.gamma -1` the return of a
-move is what its side gets in the end, since one side wins what the other loses.
+The policy reads the board, in which empty cells are numbers, and the side to move, as in
+"1X34O6789X ". It writes a cell and a line break. In training it moves for both sides. Each reward
+is that of the side that has just moved: 1 if it wins, -1 if its move is none, else 0. With
+`--algorithm.gamma -1` the return of a move is what its side gets in the end, since one side wins
+what the other loses.
 
 In an evaluation the row says which `side` the policy plays, and who plays the other one: `random`,
 or `perfect`, which never loses. The reward is then 1, 0 or -1 for the policy.
@@ -24,7 +25,7 @@ from pathlib import Path
 
 LINES = ("123", "456", "789", "147", "258", "369", "159", "357")
 
-ALPHABET = "123456789XO.no mveor\n"
+ALPHABET = "123456789XO no mver\n"
 GAMES = 4000
 OPENINGS = 512
 HELD_OUT = 200
@@ -118,7 +119,9 @@ def value(board):
 
 
 def shown(board):
-    return f"{board}{to_move(board)} "
+    """Return what the policy reads: the cells, by number if empty, and the side to move."""
+    cells = [str(i + 1) if mark == "." else mark for i, mark in enumerate(board)]
+    return f"{''.join(cells)}{to_move(board)} "
 
 
 def random_game(rng):
