@@ -102,3 +102,11 @@ def test_a_weight_without_an_end_names_the_ids_of_the_tag(capsys):
     assert "thoughts end with '#'" in capsys.readouterr().err
     with pytest.raises(InputError, match="have no phases"):
         preflight.check_thoughts(config.parse([*flags, "--environment", "calculator"]), tokenizer)
+
+
+def test_a_run_of_before_there_were_weights_has_the_same_identity():
+    plain = config.parse(["arithmetic_grpo"])
+    assert not [name for name in config.fixed_settings(plain) if "thought" in name]
+    flags = ["--algorithm.thought-weight", "2", "--algorithm.thought-end", "5"]
+    weighing = config.parse(["arithmetic_grpo", *flags])
+    assert "algorithm.thought_weight: None -> 2.0" in config.differences(plain, weighing)

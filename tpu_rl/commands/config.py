@@ -823,6 +823,11 @@ kernels, logging and time limits, but not the result. `steps` is one of them onl
 rate is constant."""
 
 
+ADDED = {"thought_weight": 1.0, "thought_end": []}
+"""Settings of algorithms that are younger than runs which may go on -> the value with which nothing
+changes. With that value they are no part of a run's identity."""
+
+
 def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
     """Return name -> value of every setting that is not in MAY_CHANGE."""
 
@@ -835,11 +840,15 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
         return flat
 
     values = to_dict(config)
-    # Runs of before there was one go on.
+    # Runs of before these settings existed go on.
     if config.stop == StopConfig():
         del values["stop"]
     if not config.evaluation.sets:
         del values["evaluation"]["sets"]
+    for part in (values, *values["phases"]):
+        for name, value in ADDED.items():
+            if part["algorithm"].get(name) == value:
+                del part["algorithm"][name]
     return {
         name: value
         for name, value in flatten(values, "").items()
