@@ -24,7 +24,11 @@ WRITTEN = {
     ),
     *(f"runs/own_problem_rows/{name}.jsonl" for name in ("writer", "problems")),
     *(f"runs/gemma_rows/{name}.jsonl" for name in make_texts.rows(largest=20, worked=2)),
-    *(f"runs/guess_number_rows/games_{part}.jsonl" for part in ("demonstrations", *PARTS)),
+    *(
+        f"runs/{folder}/games_{part}.jsonl"
+        for folder in ("guess_number_rows", "guess_lists_rows")
+        for part in ("demonstrations", *PARTS)
+    ),
     *(f"runs/tool_calls_rows/calls_{part}.jsonl" for part in PARTS),
     "runs/arithmetic_tries.jsonl",
     "rows.jsonl",
