@@ -78,7 +78,7 @@ def alike(images: Sequence[Any], num_rows: Sequence[int]) -> list[Any]:
 def bucket(count: int) -> int:
     """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`.
 
-    Programs are compiled for each number of pieces of images.
+    Programs are compiled for each number of rows of episodes, and of pieces of images.
     """
     power = 1 << (count.bit_length() - 1)
     return next(size for size in (power, power * 3 // 2, power * 2) if size >= count)

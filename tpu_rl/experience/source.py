@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from tpu_rl.data.encoding import bucket
 from tpu_rl.rollout import records
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.types import Rollout, TrainState
@@ -124,8 +125,7 @@ def pad_rows_to_bucket(rollout: Rollout) -> Rollout:
     if rollout.episode_id is None or rollout.parent is None:
         return rollout
     num_rows = len(rollout.tokens)
-    power = 1 << (num_rows.bit_length() - 1)
-    size = next(size for size in (power, power * 3 // 2, power * 2) if size >= num_rows)
+    size = bucket(num_rows)
 
     def pad(array: Any) -> np.ndarray:
         return np.pad(array, [(0, size - num_rows)] + [(0, 0)] * (np.ndim(array) - 1))
