@@ -4,7 +4,7 @@
 
 writes what recipes/tic_tac_toe.yaml reads: in model/ the configuration of a small Llama and a
 tokenizer of characters; random_games.jsonl, games of random moves to learn the rules from;
-openings.jsonl, the beginnings from which the policy plays against itself; random.jsonl and
+openings.jsonl, the random beginnings from which the policy plays against itself; random.jsonl and
 perfect.jsonl, opponents for an evaluation, half of the games for each side.
 
 The policy reads the board, in which empty cells are numbers, and the side to move, as in
@@ -139,10 +139,15 @@ def random_game(rng):
 
 
 def openings(rng):
-    """Return rows of training: random moves that both sides have made already."""
+    """Return rows of training: up to six random moves that both sides have made already."""
     rows = []
     for number in range(OPENINGS):
-        moves = "".join(rng.sample("123456789", number % 3))
+        board, moves = "." * 9, ""
+        for _ in range(number % 7):
+            cell = rng.choice(legal_moves(board))
+            if is_over(after(board, cell)):
+                break
+            board, moves = after(board, cell), moves + cell
         rows.append({"prompt": "\n", "moves": moves, "side": "", "opponent": ""})
     return rows
 

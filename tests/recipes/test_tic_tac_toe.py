@@ -12,8 +12,7 @@ from tpu_rl.losses import advantages
 
 def begin(**row) -> tuple[game.Game, str]:
     new = game.Game()
-    settings = {"moves": "", "side": "", "opponent": "", "seed": 0, "is_evaluation": False}
-    return new, new.reset(**(settings | row))
+    return new, new.reset(**(row_of("") | row))
 
 
 def test_one_policy_moves_for_both_sides():
@@ -61,6 +60,21 @@ def test_random_games_are_legal():
             board = "".join(mark if mark in "XO" else "." for mark in text[:9])
             assert text + " " == game.shown(board)
             assert game.shown(game.after(board, cell)) == later.partition(" ")[0] + " "
+
+
+def test_openings_are_unfinished_games():
+    assert {len(moves) for moves in opening_moves()} == set(range(7))
+    for moves in opening_moves():
+        match, _ = begin(moves=moves)
+        assert not game.is_over(match.board)
+
+
+def opening_moves() -> list[str]:
+    return [row["moves"] for row in game.openings(random.Random(0))]
+
+
+def row_of(moves: str) -> dict:
+    return {"moves": moves, "side": "", "opponent": "", "seed": 0, "is_evaluation": False}
 
 
 def test_discount_minus_one_gives_each_side_its_own_result():
