@@ -59,5 +59,5 @@ def test_without_a_discount_a_turn_has_its_own_reward_alone():
         advantages.turn_returns(rewards, mask, 0.0, episode_id=episode), expected
     )
     assert GrpoConfig(credit="turn", gamma=0.0).gamma == 0
-    with pytest.raises(InputError, match="at least 0 and at most 1"):
-        GrpoConfig(credit="turn", gamma=-0.1)
+    with pytest.raises(InputError, match="at least -1 and at most 1"):
+        GrpoConfig(credit="turn", gamma=-1.1)
