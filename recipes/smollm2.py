@@ -36,7 +36,8 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 
 # SmolLM2-135M-Instruct, from a 4-bit copy
 
-Made by `recipes/smollm2.py` of tpu_rl from `{Path(MEMBER).name}`, which the Python package `{PACKAGE}` contains.
+Made by `recipes/smollm2.py` of tpu_rl from `{Path(MEMBER).name}`, which the Python package
+`{PACKAGE}` contains.
 
 SmolLM2-135M-Instruct is a model of Hugging Face (HuggingFaceTB), under the Apache-2.0 license:
 https://www.apache.org/licenses/LICENSE-2.0. Changes: the weights were rounded to 4 bits for GGUF by

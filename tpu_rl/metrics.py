@@ -520,8 +520,8 @@ def _numbers_of_sets(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, formatted number) of each further set of held-out rows: its accuracy, else its
     mean reward, else its loss."""
     formats = {"accuracy": "{:.1%}", "reward": "{:.3f}", "loss": "{:.4f}"}
-    found = (re.fullmatch(r"eval/([^/]+)/(accuracy|reward|loss)", key) for key in row)
-    for name in dict.fromkeys(match[1] for match in found if match):
+    matches = (re.fullmatch(r"eval/([^/]+)/(accuracy|reward|loss)", key) for key in row)
+    for name in dict.fromkeys(match[1] for match in matches if match):
         for measure, text in formats.items():
             value = row.get(f"eval/{name}/{measure}")
             # eval/reward/NAME is a reward of the run's own held-out rows.

@@ -823,9 +823,12 @@ kernels, logging and time limits, but not the result. `steps` is one of them onl
 rate is constant."""
 
 
-ADDED = {"thought_weight": 1.0, "thought_end": []}
-"""Settings of algorithms that are younger than runs which may go on -> the value with which nothing
-changes. With that value they are no part of a run's identity."""
+ADDED = {
+    "evaluation": {"sets": []},
+    "algorithm": {"thought_weight": 1.0, "thought_end": []},
+}
+"""Settings that are younger than runs which may go on -> the value with which nothing changes. With
+that value they are no part of a run's identity."""
 
 
 def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
@@ -840,15 +843,13 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
         return flat
 
     values = to_dict(config)
-    # Runs of before these settings existed go on.
     if config.stop == StopConfig():
-        del values["stop"]
-    if not config.evaluation.sets:
-        del values["evaluation"]["sets"]
+        del values["stop"]  # As in `ADDED`, all of it.
     for part in (values, *values["phases"]):
-        for name, value in ADDED.items():
-            if part["algorithm"].get(name) == value:
-                del part["algorithm"][name]
+        for group, settings in ADDED.items():
+            for name, value in settings.items():
+                if part.get(group, {}).get(name) == value:
+                    del part[group][name]
     return {
         name: value
         for name, value in flatten(values, "").items()

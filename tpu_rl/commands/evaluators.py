@@ -231,7 +231,7 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
 
 
 def _prefix(name: str) -> str:
-    """Return what the metrics of a set of held-out rows begin with; "" is that of the run."""
+    """Return the beginning of the names of metrics of a set; "" is the run's own held-out rows."""
     return f"eval/{name}/" if name else "eval/"
 
 
