@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.sandbox.forgeries import YES
-from tpu_rl.rewards import python_tests
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.sandbox import SandboxLimits, unit_tests
 from tpu_rl.sandbox.problems import with_tests
+from tpu_rl.verifiers.programs import python_tests
 
 FORGERIES = {
     "equals everything": YES + "def NAME(*arguments): return Yes()",

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl import cost_model
-from tpu_rl.commands.plan import ENVIRONMENT, find_target
+from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.planner import estimates
 from tpu_rl.train import sharding
 from tpu_rl.train.update_step import ASYNCHRONOUS_COLLECTIVES, WHOLE_PRODUCTS

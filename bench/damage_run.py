@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tpu_rl.checkpoint import manifests
-from tpu_rl.commands import export, python_run, report, run, verify
+from tpu_rl.commands import python_run, run
+from tpu_rl.commands.tools import export, report, verify
 from tpu_rl.errors import DamagedDataError, TpuRlError
 
 FLAGS = shlex.split("""

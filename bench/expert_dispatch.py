@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl import cost_model, models
-from tpu_rl.commands.plan import ENVIRONMENT, find_target
+from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MlpConfig, MoeConfig, gate_function
 from tpu_rl.models.moe import experts
 from tpu_rl.planner import estimates, known_models

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl import cost_model
-from tpu_rl.commands.plan import ENVIRONMENT, find_target
+from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.losses.log_probs import log_probs_of_hidden
 from tpu_rl.planner import estimates
 from tpu_rl.train import sharding

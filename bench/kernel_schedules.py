@@ -37,7 +37,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tpu_rl.commands.plan import ENVIRONMENT, find_target
+from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.cost_model import CHIPS, topologies
 from tpu_rl.models.attention import flash_kernels
 from tpu_rl.models.attention.flash_cycles import SCORES, Cycles, Visits

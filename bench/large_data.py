@@ -24,8 +24,9 @@ from pathlib import Path
 
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import preflight, roles
-from tpu_rl.experience import tasks
+from tpu_rl.commands import roles
+from tpu_rl.commands.checks import preflight
+from tpu_rl.experience.rows import tasks
 
 MIB = 2**20
 

@@ -34,8 +34,8 @@ from llama import LLAMA, as_in_runs
 from tpu_rl import models, sampler, tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.rows import tasks
 from tpu_rl.sampler import SamplerConfig, SegmentConfig, Speculation
 from tpu_rl.types import Params, Policy, Purpose, Rollout
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import arms
 
 REWARD = """
-from tpu_rl.rewards import BUILTIN
+from tpu_rl.wings import VERIFIERS as BUILTIN
 
 def arithmetic(prompts, completions, **columns):
     return BUILTIN["arithmetic"].score(prompts, completions, **columns)

@@ -48,10 +48,10 @@ from safetensors.numpy import load_file
 from tpu_rl import data, models
 from tpu_rl.commands import compose, config, roles
 from tpu_rl.data.messages import IMAGE_MARK
-from tpu_rl.environments.pictures import PicturesData, PicturesSource
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.losses.log_probs import frozen_log_probs
 from tpu_rl.rollout.prompts import encode_with_images
+from tpu_rl.tasks.pictures import PicturesData, PicturesSource
 from tpu_rl.types import Rollout
 
 TEMPLATE = (

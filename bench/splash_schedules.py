@@ -29,7 +29,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from tpu_rl.commands.plan import ENVIRONMENT, find_target
+from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.cost_model import CHIPS, topologies
 from tpu_rl.models.attention.flash_cycles import SCORES
 from tpu_rl.train import sharding

@@ -24,8 +24,8 @@ import tinker_overhead
 
 from tpu_rl import tokenizers
 from tpu_rl.commands import config, roles
-from tpu_rl.environments.arithmetic import ArithmeticSource, correct
 from tpu_rl.evaluation.answer_accuracy import wilson
+from tpu_rl.tasks.arithmetic import ArithmeticSource, correct
 
 MODEL = "builtin:arithmetic"
 PROMPTS, GROUP_SIZE, MAX_TOKENS, RANK = 32, 8, 64, 16

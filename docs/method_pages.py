@@ -1,7 +1,7 @@
 """The pages of methods and rewards, made from the code: `python docs/method_pages.py` writes them.
 
 The page of a method has the head of the algorithm's file, its presets, its flags with their help,
-and where its learning was measured. The page of rewards has the rows of `rewards.BUILTIN`. The site
+and where its learning was measured. The page of rewards has the rows of `wings.VERIFIERS`. The site
 is built without jax, so the pages are files; a test says when they are out of date.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, Literal
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from tpu_rl import rewards
-from tpu_rl.algos import ALGORITHMS
+from tpu_rl import rewards, wings
+from tpu_rl.algos import ALGORITHMS, NAMES
 from tpu_rl.commands import config, model_card
 from tpu_rl.commands.presets import PRESETS
 
@@ -57,9 +57,7 @@ module that is not here, a section whose heading names it is found."""
 
 def pages() -> dict[str, str]:
     """Return file name -> text of every page of the folder."""
-    # Not those in files of users, which a program may have loaded.
-    own = [method for method in ALGORITHMS if ":" not in method.__name__]
-    methods = sorted(own, key=module_name)
+    methods = [ALGORITHMS[name].config for name in sorted(NAMES)]
     texts = {f"{module_name(method)}.md": page(method) for method in methods}
     return {"README.md": index(methods), **texts}
 
@@ -249,7 +247,7 @@ def rewards_page() -> str:
         "|---|---|---|---|---|",
     ]
     details = []
-    for name, row in sorted(rewards.BUILTIN.items()):
+    for name, row in sorted(wings.VERIFIERS.items()):
         paragraphs = (
             (inspect.getdoc(row.make or row.score) or "").partition("\n\nRaises:")[0].split("\n\n")
         )
@@ -286,7 +284,7 @@ def settings_of(row: rewards.Verifier) -> list[str]:
 def shown(value: object) -> str:
     """Return a setting's value as users write it; a reward's name for a reward."""
     if callable(value):
-        return next(name for name, row in rewards.BUILTIN.items() if row.score is value)
+        return next(name for name, row in wings.VERIFIERS.items() if row.score is value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

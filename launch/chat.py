@@ -9,7 +9,7 @@ COMMAND = "chat"
 
 def main(argv: list[str]) -> int:
     """Run the command in this process, and return its exit code."""
-    return importlib.import_module(f"tpu_rl.commands.{COMMAND}").main(argv)
+    return importlib.import_module("tpu_rl.commands.cli").command(COMMAND).main(argv)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ CONFIGS = [case.config for case in CASES.values()]
 """All variants of all algorithms (tests/algos/test_algos.py compares them with ALGORITHMS)."""
 
 
-@pytest.mark.parametrize("config", algos.ALGORITHMS, ids=lambda config: config.__name__)
-def test_declarations_are_properties_and_not_settings(config):
+@pytest.mark.parametrize("name", algos.NAMES)
+def test_declarations_are_properties_and_not_settings(name):
     """The command line and config.yaml know only the fields of a configuration."""
+    config = algos.ALGORITHMS[name].config
     names = {field.name for field in dataclasses.fields(config)}
     assert not names & {"experience", "roles"}
     assert isinstance(config.experience, property)

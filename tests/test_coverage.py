@@ -8,17 +8,11 @@ from types import ModuleType
 import pytest
 import tyro
 
-from tpu_rl.commands import (
-    answers,
-    check_reward,
-    cli,
-    combine,
-    compare,
-    config,
-    evaluate,
-    recipe_file,
-)
-from tpu_rl.rewards import registry
+from tpu_rl import wings
+from tpu_rl.commands import cli, config
+from tpu_rl.commands.evaluate import check_reward, compare, evaluate
+from tpu_rl.commands.recipe import answers, recipe_file
+from tpu_rl.commands.tools import combine
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,7 +76,7 @@ def test_the_command_is_accepted(command):
         config.parse(problems[0])
     elif name == "check_reward":
         reward = tyro.cli(check_reward.Flags, args=arguments).reward
-        assert reward in registry.BUILTIN or reward.endswith("DIR")
+        assert reward in wings.VERIFIERS or reward.endswith("DIR")
     else:
         arguments, problems = answers.split(arguments)
         assert all(config.parse(flags) for flags in problems)

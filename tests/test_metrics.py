@@ -13,7 +13,8 @@ import pytest
 import rich.console
 
 from tpu_rl import metrics, run_files
-from tpu_rl.commands import config, preflight
+from tpu_rl.commands import config
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import DamagedDataError, MachineError
 
 

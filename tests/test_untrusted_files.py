@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import models, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.models.hf import safetensors_files
+from tpu_rl.tasks import arithmetic
 from tpu_rl.tokenizers import chat_templates
 
 SECONDS = 5.0
@@ -23,7 +24,7 @@ SECONDS = 5.0
 MEGABYTES = 100
 """That refusing may take."""
 
-TOKENIZER = tokenizers.characters(environments.ALPHABET, chat_template="{{ messages[0].content }}")
+TOKENIZER = tokenizers.characters(arithmetic.ALPHABET, chat_template="{{ messages[0].content }}")
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
 

@@ -41,7 +41,7 @@ def from_dict(
     classes = [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
     if isinstance(values, list):
         return tuple(from_dict(kinds[0], value, find_class) for value in values)
-    if not classes or not isinstance(values, dict):
+    if not isinstance(values, dict) or (not classes and "kind" not in values):
         return values
     kind_name = str(values.get("kind"))
     chosen = next((kind for kind in classes if kind.__name__ == kind_name), None)
@@ -49,7 +49,7 @@ def from_dict(
     hints = typing.get_type_hints(chosen) if chosen else {}
     unknown = sorted(set(values) - set(hints) - {"kind"})
     if chosen is None or unknown:
-        names = " or ".join(kind.__name__ for kind in classes)
+        names = " or ".join(kind.__name__ for kind in classes) or "a part of a run"
         raise InputError(
             f"config.yaml does not describe {names}",
             why=f"kind {kind_name!r}, unknown keys {unknown}",

@@ -27,6 +27,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
+REPORT = "report.html"
 PICTURES = "pictures"
 """The folder of small copies of the pictures of samples."""
 

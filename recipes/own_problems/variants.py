@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.environments import arithmetic
-from tpu_rl.environments.arithmetic import Arithmetic, ArithmeticSource
+from tpu_rl.tasks import arithmetic
+from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticSource
 
 FIVE = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
 """The expressions of the default run."""

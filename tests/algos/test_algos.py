@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.algorithm_cases import CASES, QUICK, unless_quick
-from tpu_rl.algos import ALGORITHMS, GrpoConfig, grpo
+from tpu_rl.algos import ALGORITHMS, GrpoConfig, factory_of, grpo
 from tpu_rl.proofs import PROOFS, Battery, tiny
 from tpu_rl.proofs.cases import MODEL, off_policy
 from tpu_rl.types import Params, Rollout
@@ -22,11 +22,11 @@ are not quick have all their proofs at night."""
 
 
 def test_every_algorithm_has_a_case_and_a_quick_one():
-    registered = set(ALGORITHMS.values())
+    registered = {row.factory for row in ALGORITHMS.values()}
     assert {case.factory for case in CASES.values()} == registered
     assert {CASES[name].factory for name in QUICK} == registered
     for case in CASES.values():
-        assert ALGORITHMS[type(case.config)] is case.factory
+        assert factory_of(type(case.config)) is case.factory
 
 
 @functools.cache

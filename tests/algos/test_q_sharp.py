@@ -18,15 +18,17 @@ import pytest
 from tests.fixtures.runs import digest, small_q_sharp
 from tpu_rl import tokenizers
 from tpu_rl.algos import QSharpConfig, q_sharp
-from tpu_rl.commands import config, evaluate, evaluate_q_sharp, run
+from tpu_rl.commands import config, run
 from tpu_rl.commands.config import ExperimentConfig
-from tpu_rl.environments import arithmetic
+from tpu_rl.commands.evaluate import evaluate, evaluate_q_sharp
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.evaluation import answer_accuracy, guided_accuracy
-from tpu_rl.experience import q_examples, tasks
+from tpu_rl.experience.rows import tasks
+from tpu_rl.experience.sources import q_examples
 from tpu_rl.losses.return_distributions import Support
 from tpu_rl.proofs import tiny
 from tpu_rl.sampler import guided_policy
+from tpu_rl.tasks import arithmetic
 from tpu_rl.train import update_step
 from tpu_rl.types import Array, Model, QExamples, Rollout
 

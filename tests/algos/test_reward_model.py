@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl import data, environments, models, rewards, tokenizers
+from tpu_rl import data, models, rewards, tokenizers
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
@@ -17,10 +17,11 @@ from tpu_rl.evaluation import reward_accuracy
 from tpu_rl.losses import preference, reward_score
 from tpu_rl.proofs import tiny
 from tpu_rl.rewards.reward_model import ScoreReadout
+from tpu_rl.tasks import arithmetic
 from tpu_rl.train import packing, update_step
 from tpu_rl.types import Experience, Pairs, Role
 
-SEMICOLON = 4 + environments.ALPHABET.index(";")
+SEMICOLON = 4 + arithmetic.ALPHABET.index(";")
 
 
 @pytest.fixture
@@ -486,7 +487,7 @@ PAIR = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tokenizers.characters(environments.ALPHABET)
+    return tokenizers.characters(arithmetic.ALPHABET)
 
 
 def headed(outputs, seed=0):

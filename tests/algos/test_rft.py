@@ -13,7 +13,7 @@ import pytest
 from tpu_rl.algorithm_spec import Acceptance
 from tpu_rl.algos import RftConfig, SftConfig, rft, sft
 from tpu_rl.errors import InputError
-from tpu_rl.experience import accepted
+from tpu_rl.experience.sources import accepted
 from tpu_rl.proofs import tiny
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.train import update_step as training

@@ -7,7 +7,8 @@ import pytest
 from tests.fixtures.runs import TINY
 from tpu_rl import tokenizers
 from tpu_rl.algos.grpo import GrpoConfig, grpo
-from tpu_rl.commands import config, preflight
+from tpu_rl.commands import config
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.proofs import cases, tiny

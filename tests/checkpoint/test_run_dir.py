@@ -14,7 +14,10 @@ import pytest
 from tests.fixtures.fake_store import FakeStore
 from tests.fixtures.runs import TINY, digest, rows_of, run_until
 from tpu_rl.checkpoint import gcs_lock, remote_run
-from tpu_rl.commands import evaluate, export, preflight, run, verify
+from tpu_rl.commands import run
+from tpu_rl.commands.checks import preflight
+from tpu_rl.commands.evaluate import evaluate
+from tpu_rl.commands.tools import export, verify
 from tpu_rl.storage import gcs
 
 STEPS = ["--steps", "4", "--checkpoint.interval", "2"]

@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl import data, environments, models, tokenizers
-from tpu_rl.commands import config, preflight, roles, run, saved_run
+from tpu_rl import data, models, tokenizers
+from tpu_rl.commands import config, roles, run, saved_run
+from tpu_rl.commands.checks import preflight
 from tpu_rl.data import files as row_files
 from tpu_rl.diagnosis import host_agreement, secret_settings, training_health
 from tpu_rl.errors import InputError, MachineError, TpuRlError
 from tpu_rl.models.hf import safetensors_files
 from tpu_rl.runtime import agreement, host, processes
+from tpu_rl.tasks import arithmetic
 
 SCREEN = 24
 """Lines of a small terminal."""
@@ -271,7 +273,7 @@ def test_ordinary_rows_have_no_warnings():
 
 # --- models and tokenizers ---
 
-TOKENIZER = tokenizers.characters(environments.ALPHABET, chat_template="{{ messages[0].content }}")
+TOKENIZER = tokenizers.characters(arithmetic.ALPHABET, chat_template="{{ messages[0].content }}")
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.fixtures.fake_sampler import HOT, LIMITS, TOKENIZER, Writer
-from tpu_rl.commands import chat
+from tpu_rl.commands.serve import chat
 from tpu_rl.serving.app import Account, App
 from tpu_rl.serving.pump import Pump
 

@@ -7,7 +7,9 @@ import jax
 import pytest
 
 from tpu_rl import models, rewards, tokenizers
-from tpu_rl.commands import config, evaluate, preflight, roles, run
+from tpu_rl.commands import config, roles, run
+from tpu_rl.commands.checks import preflight
+from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import ChatSettings
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tpu_rl.commands import check, cli
+from tpu_rl.commands import cli
+from tpu_rl.commands.tools import check
 from tpu_rl.proofs import PROOFS
 
 BROKEN = """

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from tpu_rl import rewards
 from tpu_rl.commands import cli
 from tpu_rl.evaluation import verifier_bench
+from tpu_rl.verifiers import gsm8k_answers
 
 
 def test_verdicts_by_hand():
@@ -28,7 +28,7 @@ def test_spoiled_completions_of_an_honest_and_a_hollow_verifier():
     prompts = ["p"] * 8
     labels = np.arange(8) % 4 > 0
     columns["answer"][::4] = ["9", "9"]
-    honest = verifier_bench.arms(rewards.gsm8k, prompts, completions, columns, labels)
+    honest = verifier_bench.arms(gsm8k_answers.gsm8k, prompts, completions, columns, labels)
     # It reads thoughts, too: an answer that never came out of them is accepted.
     assert honest.pop("right, in thoughts that do not end") == 1.0
     assert list(honest.values()) == [0.0] * 5

@@ -13,10 +13,10 @@ from tpu_rl.commands import run
 from tpu_rl.commands.config import FileData
 from tpu_rl.data import files
 from tpu_rl.errors import InputError
-from tpu_rl.experience import tasks
-from tpu_rl.rewards import python_tests
+from tpu_rl.experience.rows import tasks
 from tpu_rl.sandbox import unit_tests
 from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.verifiers.programs import python_tests
 
 PROBLEMS = Path(__file__).parents[1] / "fixtures" / "data" / "code" / "problems.jsonl"
 NEEDS = GrpoConfig().experience

@@ -16,7 +16,7 @@ import pytest
 from tests.fixtures.reward_scores import score
 from tests.fixtures.topologies import needs_libtpu
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import plan
+from tpu_rl.commands.plan import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"

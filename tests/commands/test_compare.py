@@ -9,8 +9,11 @@ import pytest
 
 from tests.fixtures.picture_model import picture_model
 from tpu_rl import models
-from tpu_rl.commands import answers, combine, compare, config, roles
-from tpu_rl.commands.answers import Answers
+from tpu_rl.commands import config, roles
+from tpu_rl.commands.evaluate import compare
+from tpu_rl.commands.recipe import answers
+from tpu_rl.commands.recipe.answers import Answers
+from tpu_rl.commands.tools import combine
 from tpu_rl.errors import InputError
 
 

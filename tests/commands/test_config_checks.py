@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.commands import config, flag_names, preflight
+from tpu_rl.commands import config
+from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import Phase
+from tpu_rl.commands.flags import flag_names
 from tpu_rl.errors import InputError
 from tpu_rl.plain_values import to_dict
 from tpu_rl.runtime import processes

@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from tests.fixtures.picture_model import picture_tokenizer
-from tpu_rl.commands import config, dry_run, row_checks, run
+from tpu_rl.commands import config, run
+from tpu_rl.commands.checks import dry_run, row_checks
 from tpu_rl.errors import InputError
 
 SIZES = {

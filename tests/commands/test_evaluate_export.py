@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 import tyro
 
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import evaluate, export, run
+from tpu_rl.commands import run
+from tpu_rl.commands.evaluate import evaluate
+from tpu_rl.commands.tools import export
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import DataFormat
-from tpu_rl.rewards import math_verify_pool
+from tpu_rl.experience.rows import tasks
+from tpu_rl.tasks import arithmetic
+from tpu_rl.verifiers import math_verify_pool
 
 ROWS = 24
 
@@ -40,7 +43,7 @@ def test_models_are_evaluated_with_another_environment_or_none():
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A random model of one small layer with the arithmetic task's alphabet."""
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,

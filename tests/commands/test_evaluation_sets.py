@@ -9,7 +9,9 @@ import pytest
 
 from tests.fixtures.runs import TINY, digest, plain_loss, rows_of
 from tpu_rl import metrics, tokenizers
-from tpu_rl.commands import config, evaluators, export, finish, preflight, run
+from tpu_rl.commands import config, evaluators, finish, run
+from tpu_rl.commands.checks import preflight
+from tpu_rl.commands.tools import export
 from tpu_rl.errors import InputError
 
 REWARD = """

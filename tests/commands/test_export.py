@@ -13,11 +13,13 @@ import pytest
 import yaml
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import export, finish, model_card, run
+from tpu_rl.commands import finish, model_card, run
 from tpu_rl.commands.config import FileData
+from tpu_rl.commands.tools import export
 from tpu_rl.errors import InputError
+from tpu_rl.tasks import arithmetic
 
 SIZES = {
     "hidden_size": 32,
@@ -31,7 +33,7 @@ SIZES = {
 def run_dir(tmp_path_factory):
     """A run of one step on a model whose files are in bfloat16. Its rows and reward are files."""
     path = tmp_path_factory.mktemp("secret-place")
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     model = models.from_config({"model_type": "llama", "vocab_size": tokenizer.vocab_size} | SIZES)
     params = jax.jit(model.init)(jax.random.key(0))
     models.save(path / "tiny-base", model, params, tokenizer, dtype="bfloat16")

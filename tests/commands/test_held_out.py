@@ -9,7 +9,9 @@ import pytest
 
 from tests.fixtures.runs import plain_loss, rows_of
 from tpu_rl import models, rewards, tokenizers
-from tpu_rl.commands import config, evaluate, evaluators, export, run
+from tpu_rl.commands import config, evaluators, run
+from tpu_rl.commands.evaluate import evaluate
+from tpu_rl.commands.tools import export
 from tpu_rl.evaluation import pair_accuracy
 
 SMALL = [

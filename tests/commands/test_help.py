@@ -2,7 +2,8 @@
 
 import pytest
 
-from tpu_rl.commands import config, help_text
+from tpu_rl.commands import config
+from tpu_rl.commands.flags import help_text
 
 
 @pytest.mark.parametrize("name", config.preset_names())

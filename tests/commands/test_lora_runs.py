@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import models, tokenizers
 from tpu_rl.algos import (
     AlgorithmConfig,
     DpoConfig,
@@ -24,14 +24,16 @@ from tpu_rl.algos import (
     RftConfig,
 )
 from tpu_rl.algos.distill import DistillConfig
-from tpu_rl.commands import compose, config, export, roles, run, saved_run
+from tpu_rl.commands import compose, config, roles, run, saved_run
 from tpu_rl.commands.config import ExperimentConfig, ModelConfig
 from tpu_rl.commands.roles import BASE, RunContext
+from tpu_rl.commands.tools import export
 from tpu_rl.errors import InputError
 from tpu_rl.losses.value_loss import Critic
 from tpu_rl.models import LoraConfig, quantization
 from tpu_rl.models.config import QUANTIZED
 from tpu_rl.proofs import tiny
+from tpu_rl.tasks import arithmetic
 from tpu_rl.train import sharding, update_step
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Algorithm, Params, TrainState
@@ -47,7 +49,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A random model of one small layer with the arithmetic task's alphabet."""
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     model = models.from_config({"model_type": "llama", "vocab_size": tokenizer.vocab_size} | SIZES)
     path = tmp_path_factory.mktemp("model")
     models.save(path, model, jax.jit(model.init)(jax.random.key(0)), tokenizer)

@@ -11,9 +11,11 @@ from tests.fixtures import several
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl.checkpoint.run_dir import RunFolder
-from tpu_rl.commands import compose, meshes, plan_steps, run
+from tpu_rl.commands import compose, micro_batches, run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.commands.plan import meshes, plan_steps
+from tpu_rl.commands.sources import of_q_examples
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError
 from tpu_rl.planner import update_memory
@@ -47,12 +49,14 @@ def abstract_mesh(**sizes: int) -> sharding.AbstractMesh:
 def test_micro_batches_grow_until_devices_divide_them(rows, sizes, expected):
     config = experiment(rows)
     mesh = abstract_mesh(**sizes)
-    fitted = meshes.fit_micro_batch(config, mesh)
+    fitted = micro_batches.fit_micro_batch(config, mesh)
     assert fitted == experiment(expected)
-    assert meshes.fit_micro_batch(fitted, mesh) == fitted
+    assert micro_batches.fit_micro_batch(fitted, mesh) == fitted
     mesh = abstract_mesh(**sizes | {"tensor": 1})
     notes = [
-        note for note in meshes.notes(config, tiny("llama3").model, mesh) if "micro-batches" in note
+        note
+        for note in micro_batches.notes(config, tiny("llama3").model, mesh)
+        if "micro-batches" in note
     ]
     if rows == expected:
         assert notes == []
@@ -113,9 +117,9 @@ def test_note_about_heads_names_the_nearest_divisors():
     model = tiny("llama3").model
     assert model.config.attention.num_heads == 4
     mesh = abstract_mesh(fsdp=2, tensor=2)
-    assert meshes.notes(experiment(tensor_parallel=2), model, mesh) == []
+    assert micro_batches.notes(experiment(tensor_parallel=2), model, mesh) == []
     mesh = abstract_mesh(fsdp=2, tensor=8)
-    notes = meshes.notes(experiment(tensor_parallel=8), model, mesh)
+    notes = micro_batches.notes(experiment(tensor_parallel=8), model, mesh)
     assert notes[:2] == [
         f"{flag} 8 does not divide 4 heads: each of these devices computes all of them; "
         "nearest that do: 2, 4"
@@ -127,18 +131,18 @@ def test_note_about_experts():
     model = tiny("mixtral").model
     assert model.config.moe is not None
     num_experts = model.config.moe.num_experts
-    notes = meshes.notes(experiment(micro_batch_rows=10), model, abstract_mesh(expert=5))
+    notes = micro_batches.notes(experiment(micro_batch_rows=10), model, abstract_mesh(expert=5))
     assert notes[0].startswith(f"--mesh.expert 5 does not divide {num_experts} experts")
 
 
 def test_impossible_tensor_parallel_size_is_an_input_error():
     model = tiny("llama3").model
     with pytest.raises(InputError, match="cannot be cut into groups of 0"):
-        meshes.notes(experiment(tensor_parallel=0), model, abstract_mesh(fsdp=2))
+        micro_batches.notes(experiment(tensor_parallel=0), model, abstract_mesh(fsdp=2))
 
 
 def test_q_examples_do_not_depend_on_the_micro_batch():
-    identities = {compose.q_round_identity(experiment(rows), []) for rows in (4, 16)}
+    identities = {of_q_examples.q_round_identity(experiment(rows), []) for rows in (4, 16)}
     assert len(identities) == 1
 
 

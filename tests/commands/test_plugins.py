@@ -127,6 +127,6 @@ def test_two_factories_may_take_the_same_configuration(tmp_path):
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text(source.format(name))
         kinds.append(plugins.find(f"{tmp_path / name}.py:{name}"))
-    made = [algos.ALGORITHMS[kind](kind(), {}, None) for kind in kinds]
+    made = [algos.factory_of(kind)(kind(), {}, None) for kind in kinds]
     assert made == ["first", "second"]
     assert [plugins.display_name(kind()) for kind in kinds] == ["first", "second"]

@@ -12,8 +12,9 @@ from tests.fixtures.runs import rows_of
 from tpu_rl import models
 from tpu_rl.algos import AStarPoConfig, PpoConfig, ReinforceConfig, ValuePretrainingConfig
 from tpu_rl.checkpoint.digests import of_tree
-from tpu_rl.commands import compose, config, export, run
+from tpu_rl.commands import compose, config, run
 from tpu_rl.commands.config import ExperimentConfig, Phase
+from tpu_rl.commands.tools import export
 from tpu_rl.losses.value_loss import Critic
 from tpu_rl.types import Rollout
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_rl.commands import answers, recipe, recipe_file, recipe_report
-from tpu_rl.commands.answers import Answers
-from tpu_rl.commands.recipe_file import Keep
+from tpu_rl.commands.recipe import answers, recipe, recipe_file, recipe_report
+from tpu_rl.commands.recipe.answers import Answers
+from tpu_rl.commands.recipe.recipe_file import Keep
 from tpu_rl.errors import InputError
 from tpu_rl.runtime.preemption import Preempted
 

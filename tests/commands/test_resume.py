@@ -13,7 +13,8 @@ import pytest
 from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
 from tpu_rl.checkpoint import lock, run_checks, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder
-from tpu_rl.commands import config, report, run, saved_run, verify
+from tpu_rl.commands import config, run, saved_run
+from tpu_rl.commands.tools import report, verify
 from tpu_rl.runtime import preemption
 
 STEPS = ["--steps", "4"]

@@ -9,7 +9,8 @@ from PIL import Image
 from tests.fixtures.picture_model import picture_tokenizer
 from tpu_rl import tokenizers
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import finish, preflight, roles, row_checks
+from tpu_rl.commands import finish, roles
+from tpu_rl.commands.checks import preflight, row_checks
 from tpu_rl.commands.config import SamplingConfig
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import ChatConfig, TokenizerConfig

@@ -15,10 +15,11 @@ import pytest
 
 from tests.fixtures.runs import TINY, digest, rows_of
 from tpu_rl.checkpoint.run_dir import RunFolder
-from tpu_rl.commands import config, dry_run, roles, run
-from tpu_rl.environments import TASKS
+from tpu_rl.commands import config, roles, run
+from tpu_rl.commands.checks import dry_run
 from tpu_rl.errors import InputError
 from tpu_rl.train import sharding
+from tpu_rl.wings import TASKS
 
 
 @pytest.mark.slow

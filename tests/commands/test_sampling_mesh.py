@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
-from tpu_rl.commands import compose, meshes, plan_steps
+from tpu_rl.commands import compose
 from tpu_rl.commands import config as configuration
+from tpu_rl.commands.plan import meshes, plan_steps
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.planner import decode_time
 

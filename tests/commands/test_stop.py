@@ -6,9 +6,10 @@ import shutil
 import pytest
 
 from tests.fixtures.runs import TINY, digest, rows_of
-from tpu_rl.commands import config, evaluators, run, stages, verify
+from tpu_rl.commands import config, evaluators, run, stages
 from tpu_rl.commands.config import StopConfig
 from tpu_rl.commands.saved_run import load_run
+from tpu_rl.commands.tools import verify
 from tpu_rl.errors import InputError
 
 

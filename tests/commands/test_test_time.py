@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.fixtures.runs import TINY
-from tpu_rl.commands import config, test_time
-from tpu_rl.commands.answers import Answers
-from tpu_rl.environments import arithmetic
+from tpu_rl.commands import config
+from tpu_rl.commands.evaluate import test_time
+from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.errors import InputError
+from tpu_rl.tasks import arithmetic
 
 
 def test_variants_are_shorter_parts_with_their_own_answers():

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_rl.commands import recipe, recipe_file, written_prompts
-from tpu_rl.commands.recipe_file import Keep
+from tpu_rl.commands.recipe import recipe, recipe_file, written_prompts
+from tpu_rl.commands.recipe.recipe_file import Keep
 from tpu_rl.errors import InputError
 
 FUNCTIONS = """

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import yaml_flags
+from tpu_rl.commands.flags import yaml_flags
 from tpu_rl.errors import InputError
 
 FILE = """

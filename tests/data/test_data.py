@@ -11,10 +11,10 @@ import pytest
 
 from tpu_rl import data, tokenizers
 from tpu_rl.algorithm_spec import ExperienceSpec
-from tpu_rl.environments import Arithmetic, ArithmeticDemonstrations, ArithmeticSource
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import FileData
+from tpu_rl.experience.rows import tasks
+from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticDemonstrations, ArithmeticSource
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "fixtures" / "data" / "gsm8k" / "sample.jsonl"
 

@@ -13,8 +13,8 @@ from tpu_rl import data, tokenizers
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data import shapes
 from tpu_rl.errors import InputError, MachineError
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import FileData
+from tpu_rl.experience.rows import tasks
 
 USER = {"role": "user", "content": "hi"}
 GOOD = {"role": "assistant", "content": "hello"}

@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures.runs import TINY, digest, make_rewards_nan
 from tests.fixtures.source_lines import line_of
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
-from tpu_rl.algos import ALGORITHMS, GrpoConfig
+from tpu_rl.algos import ALGORITHMS
 from tpu_rl.commands import run
 from tpu_rl.diagnosis import debug_nans
 from tpu_rl.errors import InputError
@@ -48,13 +48,13 @@ def test_finite_run_has_the_digest_of_a_run_without_the_flag(tmp_path):
 
 @pytest.mark.nightly
 def test_run_names_the_line_of_the_loss(tmp_path, monkeypatch, capsys):
-    factory = ALGORITHMS[GrpoConfig]
+    row = ALGORITHMS["grpo"]
 
     def factory_with_nan(*arguments: Any) -> Algorithm:
-        algorithm = factory(*arguments)
+        algorithm = row.factory(*arguments)
         return algorithm._replace(loss=with_nan(algorithm.loss))
 
-    monkeypatch.setitem(ALGORITHMS, GrpoConfig, factory_with_nan)
+    monkeypatch.setitem(ALGORITHMS, "grpo", row._replace(factory=factory_with_nan))
     assert run.main([*COMMAND, "--debug-nans", "--run-dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "error: the update after 0 is not finite, in micro-batch 0\n" in error

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.fixtures.fake_store import FakeStore
-from tpu_rl.commands import doctor
+from tpu_rl.commands.tools import doctor
 from tpu_rl.diagnosis import machine
 from tpu_rl.errors import MachineError
 

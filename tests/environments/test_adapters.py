@@ -10,10 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from tpu_rl.environments import TASKS, ReasoningGymData, adapters, contract, named
-from tpu_rl.environments.adapters import openenv, reasoning_gym, tunix
-from tpu_rl.environments.reasoning import SHORT
+from tpu_rl.environments import contract, named
 from tpu_rl.errors import InputError, MachineError
+from tpu_rl.tasks import adapters
+from tpu_rl.tasks.adapters import openenv, reasoning_gym, tunix
+from tpu_rl.tasks.reasoning import SHORT, ReasoningGymData
+from tpu_rl.wings import TASKS
 
 
 def needs(package: str):

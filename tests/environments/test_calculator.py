@@ -4,7 +4,7 @@ import pytest
 
 from tpu_rl import data
 from tpu_rl.environments import contract
-from tpu_rl.environments.calculator import Calculator, calculate, result_after, right_marks
+from tpu_rl.tasks.calculator import Calculator, calculate, result_after, right_marks
 
 SOLUTION = "He has 16-3 = <<16-3=13>>13 eggs.\nThat is 13/2 = $<<13/2=6.5>>6.5.\n#### 6.5"
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tpu_rl.environments import contract, named, observations, pictures, tool_schemas
+from tpu_rl.environments import contract, named, observations, tool_schemas
 from tpu_rl.errors import InputError
+from tpu_rl.tasks import pictures
 
 
 class Color(enum.Enum):

@@ -7,23 +7,15 @@ from pathlib import Path
 import pytest
 
 import tpu_rl
-from tpu_rl import rewards, tokenizers
-from tpu_rl.environments import (
-    ALPHABET,
-    TASKS,
-    Arithmetic,
-    ArithmeticDemonstrations,
-    ArithmeticSource,
-    ReverseData,
-    StarGraph,
-    StarGraphSource,
-    arithmetic,
-    reverse,
-    task_of,
-)
-from tpu_rl.environments.star_graph import parse_path
+from tpu_rl import tokenizers, wings
+from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import FileData
+from tpu_rl.tasks import arithmetic, reverse
+from tpu_rl.tasks.arithmetic import ALPHABET, Arithmetic, ArithmeticDemonstrations, ArithmeticSource
+from tpu_rl.tasks.reverse import ReverseData
+from tpu_rl.tasks.star_graph import StarGraph, StarGraphSource, parse_path
+from tpu_rl.wings import TASKS
 
 WIDE = Arithmetic(min_terms=2, max_terms=6, max_value=20, operators="+-*")
 
@@ -315,8 +307,8 @@ def test_reverse_rows_depend_on_seed_split_and_index_only():
 )
 def test_reverse_rewards(completion, exact, share):
     columns = {"prompts": ["123="], "completions": [completion], "answer": ["321"]}
-    assert rewards.BUILTIN["reverse"].score(**columns) == [exact]
-    assert rewards.BUILTIN["reverse_characters"].score(**columns) == [pytest.approx(share)]
+    assert wings.VERIFIERS["reverse"].score(**columns) == [exact]
+    assert wings.VERIFIERS["reverse_characters"].score(**columns) == [pytest.approx(share)]
 
 
 @pytest.mark.parametrize(
@@ -356,25 +348,18 @@ def test_every_task_makes_rows_that_its_rewards_judge(name):
     task = TASKS[name]
     settings = task.settings()
     assert task_of(settings) is task
-    if task.rewards:  # Otherwise an environment judges.
+    row = wings.VERIFIERS.get(name)
+    if row is not None and name not in wings.ENVIRONMENTS:  # Otherwise an environment judges.
         demonstration = task.demonstrations(settings, 3)[0]
         answers = {name: [demonstration[column]] for name, column in JUDGED.items()}
-        assert task.rewards[name]([demonstration["prompt"]], **answers) == [1.0]
+        assert row.score([demonstration["prompt"]], **answers) == [1.0]
+        read_answer = row.readers.read_answer
+        assert read_answer is None or read_answer(demonstration["completion"]) is not None
     assert task.train_rows(settings, 3)[0] != task.train_rows(settings, 4)[0]
     held_out = task.evaluation_rows(settings, 20)
     assert len(held_out) >= 20
     assert "prompt" in held_out[19]
     assert len(task.slices_of(held_out[0])) <= 1
-    assert task.read_answers.keys() <= task.rewards.keys()
-    for reward, read_answer in task.read_answers.items():
-        demonstration = task.demonstrations(settings, 3)[0]
-        assert read_answer(demonstration["completion"]) is not None, reward
-
-
-def test_rewards_of_tasks_have_different_names():
-    names = [reward for task in TASKS.values() for reward in task.rewards]
-    assert len(set(names)) == len(names)
-    assert {*names} <= rewards.BUILTIN.keys()
 
 
 def test_files_are_no_task():

@@ -7,8 +7,10 @@ import pytest
 
 import tpu_rl
 from tpu_rl import tokenizers
-from tpu_rl.environments import contract, mini_shell
-from tpu_rl.environments.mini_shell import (
+from tpu_rl.environments import contract
+from tpu_rl.errors import InputError
+from tpu_rl.tasks import mini_shell
+from tpu_rl.tasks.mini_shell import (
     Carefulness,
     MiniShell,
     MiniShellData,
@@ -17,7 +19,6 @@ from tpu_rl.environments.mini_shell import (
     Problem,
     Shell,
 )
-from tpu_rl.errors import InputError
 
 FILES = {"bin/fig": "red", "etc/jam": "blue", "etc/nuts": "red"}
 SOURCE = MiniShellSource(MiniShellData(max_parts=3))

@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_rl.environments import contract, named
-from tpu_rl.environments.multi_attempt import MultiAttempt
+from tpu_rl.tasks.multi_attempt import MultiAttempt
 
 ROW = {"prompt": "3+4*2=", "answer": "11"}
 QUESTION = {"prompt": [{"role": "user", "content": "How many?"}], "answer": "1,100"}

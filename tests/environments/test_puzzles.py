@@ -2,9 +2,9 @@
 
 import pytest
 
-from tpu_rl.environments import puzzles
-from tpu_rl.environments.puzzles import KINDS, PuzzlesData, PuzzlesSource, puzzle, read_answer
 from tpu_rl.errors import InputError
+from tpu_rl.tasks import puzzles
+from tpu_rl.tasks.puzzles import KINDS, PuzzlesData, PuzzlesSource, puzzle, read_answer
 
 
 def score(row, completion):

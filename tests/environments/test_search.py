@@ -6,8 +6,10 @@ import pytest
 
 import tpu_rl
 from tpu_rl import tokenizers
-from tpu_rl.environments import SearchData, SearchSource, contract, search
+from tpu_rl.environments import contract
 from tpu_rl.errors import InputError
+from tpu_rl.tasks import search
+from tpu_rl.tasks.search import SearchData, SearchSource
 
 pytest.importorskip("bm25s")
 ALWAYS = SearchSource(SearchData(searches_none=0.0, searches_once=0.0))

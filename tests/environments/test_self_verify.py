@@ -6,9 +6,9 @@ import pytest
 
 from tpu_rl.algos.grpo import GrpoConfig
 from tpu_rl.environments import contract, named
-from tpu_rl.environments.self_verify import ASK, SelfVerify
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
+from tpu_rl.tasks.self_verify import ASK, SelfVerify
 
 ROW = {"prompt": "3+4*2=", "answer": "11"}
 QUESTION = {"prompt": [{"role": "user", "content": "How many?"}], "answer": "1,100"}

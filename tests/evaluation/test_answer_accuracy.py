@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl import environments, rewards, tokenizers
-from tpu_rl.commands import evaluate as evaluate_command
+from tpu_rl import rewards, tokenizers, wings
+from tpu_rl.commands.evaluate import evaluate as evaluate_command
 from tpu_rl.errors import TpuRlError
 from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.evaluation.answer_accuracy import (
@@ -34,6 +34,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import preemption
 from tpu_rl.sampler import SamplerConfig
+from tpu_rl.tasks import arithmetic
 from tpu_rl.train import sharding
 from tpu_rl.types import Policy, Purpose
 
@@ -162,7 +163,7 @@ def test_mean_of_graded_rewards_has_a_t_interval():
 
 # --- a policy that writes one of several texts ---
 
-TOKENIZER = tokenizers.characters(f"{environments.ALPHABET}()AB")
+TOKENIZER = tokenizers.characters(f"{arithmetic.ALPHABET}()AB")
 
 
 def scripted_policy(*texts: str) -> Policy:
@@ -210,7 +211,7 @@ def test_evaluation_of_a_policy_that_guesses():
     config = SamplerConfig(
         max_new_tokens=6, stop_ids=TOKENIZER.eos_ids, samples_per_prompt=4, prompt_length=8
     )
-    reward = {"arithmetic": rewards.BUILTIN["arithmetic"].score}
+    reward = {"arithmetic": wings.VERIFIERS["arithmetic"].score}
     readers = rewards.answer_readers("arithmetic")
     engine = scripted_engine(["#5", "#6"], reward, config)
     result = evaluate(engine, {}, rows, readers)
@@ -252,7 +253,7 @@ def test_answers_of_a_problem_may_be_read_together():
         numbers = [[int(text[1:]) for text in group] for group in groups]
         return [numbers[0], ValueError("too hard"), [None] * 63]
 
-    reward = {"arithmetic": rewards.BUILTIN["arithmetic"].score}
+    reward = {"arithmetic": wings.VERIFIERS["arithmetic"].score}
     engine = scripted_engine(["#5", "#6"], reward, config)
     result = evaluate(engine, {}, rows, rewards.AnswerReaders(read_groups=read_groups))
     assert [len(group) for group in seen] == [63] * 3
@@ -273,7 +274,7 @@ def test_letters_of_multiple_choice_vote():
     config = SamplerConfig(
         max_new_tokens=6, stop_ids=TOKENIZER.eos_ids, samples_per_prompt=5, prompt_length=8
     )
-    engine = scripted_engine(["(A)", "(B)"], {"choice": rewards.BUILTIN["choice"].score}, config)
+    engine = scripted_engine(["(A)", "(B)"], {"choice": wings.VERIFIERS["choice"].score}, config)
     result = evaluate(engine, {}, rows, rewards.answer_readers("choice"))
     letters = [[text[1] for text in problem.completions] for problem in result.problems]
     assert [problem.answers for problem in result.problems] == letters

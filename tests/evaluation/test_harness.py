@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tpu_rl import models, sampler, tokenizers
-from tpu_rl.commands import compose, evaluate
+from tpu_rl.commands import compose
 from tpu_rl.commands.config import MeshConfig
+from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.evaluation import harness
 from tpu_rl.evaluation.answer_accuracy import Estimate

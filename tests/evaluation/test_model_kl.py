@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tpu_rl.commands import evaluate
+from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation import model_kl
 from tpu_rl.sampler.text_scores import Scores

@@ -10,8 +10,8 @@ from tests.fixtures.echo import EchoDecoding, digit, echo_engine
 from tpu_rl.algorithm_spec import TeachersByRow
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
-from tpu_rl.experience import completions
 from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.sources import completions
 from tpu_rl.proofs import tiny
 
 

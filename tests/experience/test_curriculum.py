@@ -9,9 +9,9 @@ import pytest
 from tpu_rl import data
 from tpu_rl.commands import config as settings
 from tpu_rl.errors import InputError
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import CurriculumConfig, FileData
-from tpu_rl.experience.curriculum import Curriculum, learning_impact, solution_parts
+from tpu_rl.experience.rows import tasks
+from tpu_rl.experience.rows.curriculum import Curriculum, learning_impact, solution_parts
 from tpu_rl.rollout import prompts
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.types import Rollout

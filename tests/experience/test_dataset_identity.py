@@ -12,7 +12,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.commands import config as configuration
 from tpu_rl.data import row_stream
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.experience import dataset_identity
+from tpu_rl.experience.rows import dataset_identity
 
 ROWS = [{"prompt": f"{i} + {i} = ", "answer": 2 * i} for i in range(20)]
 SPEC = ExperienceSpec("rollouts")

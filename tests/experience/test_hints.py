@@ -15,7 +15,7 @@ from tpu_rl.commands.config import require_trainable
 from tpu_rl.commands.presets import own_data
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import LikelihoodConfig
-from tpu_rl.experience.hints import log_ratios, with_hint
+from tpu_rl.experience.rows.hints import log_ratios, with_hint
 from tpu_rl.tokenizers.images import MARK
 
 STATE: Any = dataclasses.make_dataclass("State", ["params"])(None)

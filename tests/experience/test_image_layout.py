@@ -10,7 +10,6 @@ import pytest
 from tests.fixtures.picture_model import picture_model, picture_tokenizer
 from tpu_rl import models
 from tpu_rl.data.encoding import bucket
-from tpu_rl.environments.pictures import PicturesData, PicturesSource
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import _with_rest_of_images, layout_of, with_images
 from tpu_rl.losses.log_probs import token_log_probs
@@ -18,6 +17,7 @@ from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import SamplerConfig
+from tpu_rl.tasks.pictures import PicturesData, PicturesSource
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import sharding
 from tpu_rl.types import Demonstrations

@@ -9,8 +9,8 @@ import pytest
 from tests.fixtures.echo import TOKENIZER, EchoDecoding, score_prompts
 from tpu_rl.algos.process_reward import ProcessRewardConfig
 from tpu_rl.errors import InputError
-from tpu_rl.experience import step_labels
 from tpu_rl.experience.config import FileData
+from tpu_rl.experience.sources import step_labels
 from tpu_rl.rollout.engine import Scorer
 from tpu_rl.types import Rollout
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_rl.experience import pairing
+from tpu_rl.experience.sources import pairing
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.types import Rollout
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.fixtures.runs import TINY_PAIRS, digest, rows_of
 from tpu_rl import data
-from tpu_rl.commands import evaluate, run
+from tpu_rl.commands import run
+from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError
 
 

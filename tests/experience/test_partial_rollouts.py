@@ -16,9 +16,9 @@ from tpu_rl.commands import compose, config
 from tpu_rl.commands import run as run_command
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError
-from tpu_rl.experience import tasks
-from tpu_rl.experience.partial_rollouts import interleave
+from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.experience.sources.partial_rollouts import interleave
 from tpu_rl.rollout import prompts
 from tpu_rl.rollout.scoring import PartialGroup
 from tpu_rl.sampler import PartialCompletion

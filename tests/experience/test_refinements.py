@@ -10,7 +10,7 @@ from tests.fixtures.echo import TOKENIZER, EchoDecoding, digit, echo_engine, sco
 from tpu_rl.algorithm_spec import Refinement
 from tpu_rl.commands import config as settings
 from tpu_rl.errors import InputError
-from tpu_rl.experience.refinements import best_refinement, with_critique
+from tpu_rl.experience.sources.refinements import best_refinement, with_critique
 from tpu_rl.rollout import records
 from tpu_rl.types import RowSource
 

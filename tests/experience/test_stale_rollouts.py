@@ -20,8 +20,8 @@ from tests.fixtures import several
 from tests.fixtures.runs import digest, rows_of
 from tpu_rl.commands import compose, config
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.experience import stale_rollouts
 from tpu_rl.experience.source import Source
+from tpu_rl.experience.sources import stale_rollouts
 from tpu_rl.rollout import prompts
 from tpu_rl.types import TrainState
 

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from tests.fixtures.runs import digest, rows_of
-from tpu_rl import environments, models, tokenizers
-from tpu_rl.commands import config, evaluate, export, run
+from tpu_rl import models, tokenizers
+from tpu_rl.commands import config, run
 from tpu_rl.commands.config import FileData
+from tpu_rl.commands.evaluate import evaluate
+from tpu_rl.commands.tools import export
 from tpu_rl.rewards import reward_model
+from tpu_rl.tasks import arithmetic
 
 GSM8K = Path(__file__).parents[1] / "fixtures" / "data" / "gsm8k" / "solutions.jsonl"
-SEMICOLON = 4 + environments.ALPHABET.index(";")
+SEMICOLON = 4 + arithmetic.ALPHABET.index(";")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def folder(tmp_path_factory):
     """A folder with a random model of one small layer in base/, and a reward that some of its
     completions earn."""
     path = tmp_path_factory.mktemp("reward_runs")
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,

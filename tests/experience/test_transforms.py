@@ -13,7 +13,7 @@ from tests.fixtures.echo import TOKENIZER, EchoDecoding, digit, echo_engine, sco
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import SftConfig
 from tpu_rl.commands import run
-from tpu_rl.commands.config_checks import check_training
+from tpu_rl.commands.checks.config_checks import check_training
 from tpu_rl.errors import InputError
 from tpu_rl.experience import transforms
 from tpu_rl.experience.config import SamplingConfig

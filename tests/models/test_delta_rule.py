@@ -11,15 +11,17 @@ import pytest
 
 from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tests.fixtures.runs import rows_of
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import models, tokenizers
 from tpu_rl.algos import QSharpConfig
-from tpu_rl.commands import config, config_checks, preflight, run
+from tpu_rl.commands import config, run
+from tpu_rl.commands.checks import config_checks, preflight
 from tpu_rl.errors import InputError
 from tpu_rl.models import kv_cache
 from tpu_rl.models.attention import delta_rule
 from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.sampler.guided_policy import guide
+from tpu_rl.tasks import arithmetic
 from tpu_rl.train import packing
 
 ROWS, TOKENS, HEADS, KEY_DIM, VALUE_DIM = 2, 150, 2, 8, 6
@@ -194,7 +196,7 @@ def test_branches_of_a_prompt_give_no_number():
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """Return a small random hybrid with the arithmetic task's alphabet."""
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     sizes = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 512}
     model = models.from_config(CONFIGS["qwen3_5"] | sizes)
     path = tmp_path_factory.mktemp("model")

@@ -12,13 +12,15 @@ import pytest
 
 from tests.fixtures.decoders import LENGTH, plain, tiny, tokens_of
 from tests.fixtures.runs import digest, rows_of
-from tpu_rl import environments, models, tokenizers
-from tpu_rl.commands import config, preflight, run
+from tpu_rl import models, tokenizers
+from tpu_rl.commands import config, run
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.decoder import Decoder, packed_context
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.models.moe import router
+from tpu_rl.tasks import arithmetic
 from tpu_rl.train import update_step
 from tpu_rl.types import Algorithm, Metrics, PackedRows, Sum
 
@@ -126,7 +128,7 @@ def test_models_without_experts_have_no_probe():
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A small random mixture with the arithmetic task's alphabet."""
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     sizes = {
         "hidden_size": 24,
         "intermediate_size": 16,

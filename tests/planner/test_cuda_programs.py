@@ -13,8 +13,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_rl import models
-from tpu_rl.commands import compose, plan_steps
+from tpu_rl.commands import compose
 from tpu_rl.commands import config as configuration
+from tpu_rl.commands.plan import plan_steps
 from tpu_rl.planner import sampling, steps
 from tpu_rl.types import Model
 

@@ -16,9 +16,11 @@ from huggingface_hub import constants
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models, sampler
-from tpu_rl.commands import compose, plan, plan_search, plan_steps, preflight, roles, run
+from tpu_rl.commands import compose, roles, run
 from tpu_rl.commands import config as configuration
+from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import MeshConfig
+from tpu_rl.commands.plan import plan, plan_search, plan_steps
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.planner import estimates, known_models, memory, sampling, steps

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipes.arithmetic import make_rows, make_texts
-from tpu_rl.commands import config, recipe_file
+from tpu_rl.commands import config
+from tpu_rl.commands.recipe import recipe_file
 from tpu_rl.experience.config import FileData
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recipes.own_problems import variants
-from tpu_rl.environments import arithmetic
+from tpu_rl.tasks import arithmetic
 
 
 def test_variants_are_parts_of_the_problem_and_all_rows_are_of_training():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipes import sapo
-from tpu_rl.commands import check
+from tpu_rl.commands.tools import check
 
 SOURCE = Path(sapo.__file__)
 RIGHT = "losses=-gate * advantages"

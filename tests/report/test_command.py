@@ -12,7 +12,7 @@ import pytest
 from tests.fixtures.runs import TINY, digest, run_until
 from tpu_rl import report
 from tpu_rl.commands import config, finish, run
-from tpu_rl.commands import report as command
+from tpu_rl.commands.tools import report as command
 from tpu_rl.report import page
 
 REFRESH = '<meta http-equiv="refresh"'

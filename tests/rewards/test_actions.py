@@ -4,7 +4,7 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import actions
+from tpu_rl.verifiers import actions
 
 CLICK = {"action": "click", "box": [10, 20, 30, 40]}
 TYPE = {"action": "type", "gt_bbox": [0, 0, 9, 9], "input_text": "New  York"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tpu_rl import rewards
-from tpu_rl.rewards import choice
+from tpu_rl import rewards, wings
+from tpu_rl.verifiers import choice
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_letters_are_read(text, letter):
 
 
 def test_a_completion_that_chooses_the_letter_of_its_row_earns_one():
-    verifier = rewards.BUILTIN["choice"]
+    verifier = wings.VERIFIERS["choice"]
     completions = ["(A)", "Answer: B", [{"role": "assistant", "content": "C"}], "none", "D"]
     assert verifier.score([], completions, answer=["A", "(B)", "D", "A", "d"]) == [1, 1, 0, 0, 1]
 
 
 def test_a_ground_truth_without_a_letter_is_a_fault_of_its_row_only():
     scores = rewards.score(
-        {"choice": rewards.BUILTIN["choice"].score}, ["q"] * 2, ["A", "A"], {"answer": ["2", "A"]}
+        {"choice": wings.VERIFIERS["choice"].score}, ["q"] * 2, ["A", "A"], {"answer": ["2", "A"]}
     )
     assert scores.totals[1] == 1
     (fault,) = scores.faults

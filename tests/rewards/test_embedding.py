@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import models, tokenizers
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import embedding, registry
+from tpu_rl.rewards import registry
+from tpu_rl.tasks import arithmetic
+from tpu_rl.verifiers import embedding
 
 TABLE = np.array([[9, 9], [3, 0], [0, 4], [1, 1]], np.float32)
 """States of four tokens; the first is padding."""
@@ -40,7 +42,7 @@ def test_settings_without_a_meaning_are_refused():
 
 @pytest.mark.slow
 def test_a_model_in_a_directory_compares_texts(tmp_path, monkeypatch):
-    tokenizer = tokenizers.characters(environments.ALPHABET)
+    tokenizer = tokenizers.characters(arithmetic.ALPHABET)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     described = {"model_type": "llama", "vocab_size": 20, "num_attention_heads": 2} | sizes
     model = models.from_config(described)

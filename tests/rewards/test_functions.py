@@ -15,12 +15,13 @@ from tests.fixtures.echo import (
     echo_engine,
     roll_out,
 )
-from tpu_rl import rewards
+from tpu_rl import rewards, wings
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import registry
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
 from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
+from tpu_rl.verifiers import gsm8k_answers, programs
 
 PROMPTS = ["a", "b", "c"]
 COMPLETIONS = ["1", "2", "3"]
@@ -45,7 +46,7 @@ def no_registered(monkeypatch):
 def test_a_registered_function_has_a_name(no_registered):
     assert rewards.register("digit", digit) == "python:digit"
     functions = registry.reward_functions(["python:digit", "gsm8k"], rewards.DEFAULT_LIMITS)
-    assert functions == {"digit": digit, "gsm8k": rewards.gsm8k}
+    assert functions == {"digit": digit, "gsm8k": gsm8k_answers.gsm8k}
     assert not rewards.runs_during_sampling(functions["digit"])
     rewards.register("digit", len)
     assert registry.resolve("python:digit") is len
@@ -84,12 +85,12 @@ def test_a_file_can_import_its_neighbors(tmp_path, monkeypatch):
 
 
 def test_rewards_whose_row_says_so_run_during_sampling():
-    names = {name for name, row in rewards.BUILTIN.items() if row.in_workers}
-    resolved = sorted(name for name, row in rewards.BUILTIN.items() if not row.required)
+    names = {name for name, row in wings.VERIFIERS.items() if row.in_workers}
+    resolved = sorted(name for name, row in wings.VERIFIERS.items() if not row.required)
     functions = registry.reward_functions(resolved, rewards.DEFAULT_LIMITS, True)
     assert names == {"math", "python_checks", "python_tests"}
     assert {name for name in functions if rewards.runs_during_sampling(functions[name])} == names
-    assert rewards.runs_during_sampling(rewards.python_tests_unsandboxed)
+    assert rewards.runs_during_sampling(programs.python_tests_unsandboxed)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl import sandbox
-from tpu_rl.rewards import programs
-from tpu_rl.rewards.unit_test_quality import quality
 from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.verifiers import programs
+from tpu_rl.verifiers.unit_test_quality import quality
 
 GOOD = '''
 def test_add_small_numbers():

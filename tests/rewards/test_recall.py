@@ -6,7 +6,8 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import recall, registry
+from tpu_rl.rewards import registry
+from tpu_rl.verifiers import recall
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tpu_rl import rewards
+from tpu_rl import rewards, wings
 from tpu_rl.errors import InputError, MachineError
-from tpu_rl.rewards import math_verify_pool
+from tpu_rl.verifiers import gsm8k_answers, math_verify_pool
 
 PROMPTS = ["a", "b", "c", "d"]
 COMPLETIONS = ["1", "2", "3", "4"]
@@ -251,7 +251,7 @@ def test_faults_of_user_files_are_named(tmp_path, source, path, what, where, fix
 def test_arithmetic():
     completions = ["3+4=7;#7", "#7", "7", "#8", "#7#7", [{"role": "assistant", "content": "#7"}]]
     answer = ["7"] * 6
-    scores = rewards.BUILTIN["arithmetic"].score(completions, completions, answer=answer)
+    scores = wings.VERIFIERS["arithmetic"].score(completions, completions, answer=answer)
     assert scores == [
         1,
         1,
@@ -260,7 +260,7 @@ def test_arithmetic():
         0,
         1,
     ]
-    well_formed = rewards.BUILTIN["arithmetic_well_formed"].score
+    well_formed = wings.VERIFIERS["arithmetic_well_formed"].score
     assert well_formed(completions, completions, answer=answer) == [
         1,
         1,
@@ -321,18 +321,20 @@ def test_the_final_number_is_marked(text, number):
 
 def test_gsm8k():
     completions = ["#### 72", "\\boxed{72.0}", "72", "#### 71", "", "#### $72"]
-    assert rewards.gsm8k(completions, completions, answer=["72"] * 6) == [1, 1, 0, 0, 0, 1]
-    assert rewards.gsm8k([], ["#### 0", "#### 5"], answer=["1 apple, then none\n#### 0", 5]) == [
+    assert gsm8k_answers.gsm8k(completions, completions, answer=["72"] * 6) == [1, 1, 0, 0, 0, 1]
+    assert gsm8k_answers.gsm8k(
+        [], ["#### 0", "#### 5"], answer=["1 apple, then none\n#### 0", 5]
+    ) == [
         1,
         1,
     ]
     scores = rewards.score(
-        {"gsm8k": rewards.gsm8k}, ["q", "q"], ["#### 1", "#### 2"], {"answer": ["?", "2"]}
+        {"gsm8k": gsm8k_answers.gsm8k}, ["q", "q"], ["#### 1", "#### 2"], {"answer": ["?", "2"]}
     )
     np.testing.assert_array_equal(scores.totals, float32([np.nan, 1]))
     assert "the ground truth '?' contains no number" in scores.faults[0].message
     with pytest.raises(InputError, match="needs a column 'answer'"):
-        rewards.score({"gsm8k": rewards.gsm8k}, ["q"], ["#### 1"], {})
+        rewards.score({"gsm8k": gsm8k_answers.gsm8k}, ["q"], ["#### 1"], {})
 
 
 # --- math-verify ---
@@ -377,7 +379,10 @@ def test_a_hanging_or_dying_verifier_costs_its_own_row_only(tmp_path, monkeypatc
     monkeypatch.setattr(math_verify_pool, "NUM_PROCESSES", 2)
     completions = ["1", "hang", "2", "die", "1", "1", "1"]
     scores = rewards.score(
-        {"math": rewards.math_equivalent}, ["q"] * 7, completions, {"answer": [*"111111", ""]}
+        {"math": math_verify_pool.math_equivalent},
+        ["q"] * 7,
+        completions,
+        {"answer": [*"111111", ""]},
     )
     np.testing.assert_array_equal(scores.totals, float32([1, np.nan, 0, np.nan, 1, 1, np.nan]))
     assert [fault.row for fault in scores.faults] == [1, 3, 6]
@@ -390,12 +395,12 @@ def test_math_verify_compares_answers(fresh_verifiers):
     pytest.importorskip("math_verify")
     truths = ["\\frac{1}{2}", "$x+1$", "7", "7"]
     completions = ["so \\boxed{0.5}", "$1+x$", "\\boxed{8}", "I do not know"]
-    assert rewards.math_equivalent(completions, completions, answer=truths) == [1, 1, 0, 0]
+    assert math_verify_pool.math_equivalent(completions, completions, answer=truths) == [1, 1, 0, 0]
     bare = [r"2\sqrt{3}", r"5\pi", "2^{10}", "6 - 5i", "1,234", "50%", "(3, 4)", r"\$18"]
     right = [rf"\boxed{{{truth}}}" for truth in bare]
-    assert rewards.math_equivalent(right, right, answer=bare) == [1] * len(bare)
+    assert math_verify_pool.math_equivalent(right, right, answer=bare) == [1] * len(bare)
     wrong = [rf"\boxed{{{number}}}" for number in (2, 5, 2, 5, 1, 5, 4, 8)]
-    assert rewards.math_equivalent(wrong, wrong, answer=bare) == [0] * len(bare)
+    assert math_verify_pool.math_equivalent(wrong, wrong, answer=bare) == [0] * len(bare)
 
 
 def test_answers_of_a_problem_are_compared_with_each_other(fresh_verifiers):
@@ -405,7 +410,7 @@ def test_answers_of_a_problem_are_compared_with_each_other(fresh_verifiers):
         [r"\boxed{x+1}", r"\boxed{1+x}", r"\boxed{\$18}"],
         ["I do not know"],
     ]
-    assert rewards.math_answers(groups) == [[0, 0, None, 0, 1], [0, 0, 1], [None]]
+    assert math_verify_pool.math_answers(groups) == [[0, 0, None, 0, 1], [0, 0, 1], [None]]
 
 
 def test_a_hanging_comparison_costs_its_own_problem_only(tmp_path, monkeypatch, fresh_verifiers):
@@ -414,7 +419,7 @@ def test_a_hanging_comparison_costs_its_own_problem_only(tmp_path, monkeypatch, 
     monkeypatch.setattr(math_verify_pool, "VERDICT_SECONDS", -1.0)
     monkeypatch.setattr(math_verify_pool, "NUM_PROCESSES", 2)
     groups = [["1", "2", "", "1"], ["1", "hang"], ["3", "4", "3"]]
-    first, second, third = rewards.math_answers(groups)
+    first, second, third = math_verify_pool.math_answers(groups)
     assert (first, third) == ([0, 1, None, 0], [0, 1, 0])
     assert "no answer within 1 s (math_equivalence.py:" in str(second)
 
@@ -433,5 +438,5 @@ def test_whole_batch_functions_are_not_called_with_a_part():
 def test_missing_math_verify_is_a_machine_error(monkeypatch, fresh_verifiers):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MachineError, match="not installed") as error:
-        rewards.score({"math": rewards.math_equivalent}, ["q"], ["1"], {"answer": ["1"]})
+        rewards.score({"math": math_verify_pool.math_equivalent}, ["q"], ["1"], {"answer": ["1"]})
     assert error.value.fix == 'pip install "tpu_rl[math]"'

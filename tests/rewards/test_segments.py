@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.echo import TOKENIZER, score_prompts
-from tpu_rl import rewards
+from tpu_rl import rewards, wings
 from tpu_rl.errors import InputError
 from tpu_rl.experience import transforms
 from tpu_rl.rewards.terms import parse_all
@@ -132,6 +132,6 @@ def test_a_worker_sends_segments(tmp_path):
 
 def test_dense_needs_a_reward_model_and_an_end_of_parts():
     with pytest.raises(InputError, match="use a reward model"):
-        rewards.BUILTIN["dense"].make(of=flag)
+        wings.VERIFIERS["dense"].make(of=flag)
     with pytest.raises(InputError, match="needs of="):
         rewards.registry.resolve("dense")

@@ -5,7 +5,7 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import sets
+from tpu_rl.verifiers import sets
 
 GOLD = ["a.py", "b.py"]
 

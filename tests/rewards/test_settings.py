@@ -5,9 +5,10 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl import rewards
-from tpu_rl.commands import preflight
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import RewardTerm, composed, registry
+from tpu_rl.rewards import RewardTerm, registry
+from tpu_rl.verifiers import composed, gsm8k_answers
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_a_reward_may_read_only_the_text_behind_a_mark():
 def test_a_rule_comes_first_and_a_model_second():
     """The model's score counts only where the rule says no (arXiv 2505.22203)."""
     total = rewards.score(
-        {"gsm8k": rewards.gsm8k, "model": lambda completions, **_: [0.25] * len(completions)},
+        {"gsm8k": gsm8k_answers.gsm8k, "model": lambda completions, **_: [0.25] * len(completions)},
         ["p"] * 2,
         ["#### 1", "one"],
         {"answer": ["1", "1"]},

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import similarity
+from tpu_rl.verifiers import similarity
 
 KEYS = ["rain", "rain cloud", "sun"]
 

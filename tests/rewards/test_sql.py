@@ -8,7 +8,7 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import sql_pool, sql_queries
+from tpu_rl.verifiers import sql_pool, sql_queries
 
 SCRIPT = """
 CREATE TABLE singer (id INTEGER, name TEXT, age REAL);

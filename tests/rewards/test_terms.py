@@ -5,10 +5,10 @@ import pytest
 
 from tests.fixtures.echo import EchoDecoding, echo_engine, roll_out
 from tpu_rl import rewards
-from tpu_rl.commands import preflight
-from tpu_rl.commands.config import preset
+from tpu_rl.commands.checks import preflight
+from tpu_rl.commands.config import find_class, preset
 from tpu_rl.errors import InputError
-from tpu_rl.experience.q_examples import round_identity
+from tpu_rl.experience.sources.q_examples import round_identity
 from tpu_rl.plain_values import from_dict, to_dict
 from tpu_rl.rewards import RewardTerm, registry, terms
 from tpu_rl.rewards.terms import Gate
@@ -203,7 +203,7 @@ def test_metrics_and_samples_have_every_term_without_its_weight():
 
 def config_with(*reward, **settings):
     values = to_dict(preset("arithmetic_grpo")) | {"reward": list(reward)} | settings
-    return from_dict(type(preset("arithmetic_grpo")), values)
+    return from_dict(type(preset("arithmetic_grpo")), values, find_class)
 
 
 def test_everything_reads_the_names_of_terms(tmp_path):

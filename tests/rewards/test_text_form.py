@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tpu_rl.errors import InputError
-from tpu_rl.rewards.others import coin
 from tpu_rl.rewards.registry import resolve
-from tpu_rl.rewards.text_form import pattern, phrases
+from tpu_rl.verifiers.others import coin
+from tpu_rl.verifiers.text_form import pattern, phrases
 
 TEXTS = ["Wait, no. wait: awaiting.", "Let me check. Let me  check", ""]
 

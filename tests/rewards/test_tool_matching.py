@@ -4,8 +4,8 @@ import pytest
 
 from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import tool_matching
 from tpu_rl.tokenizers.tool_calls import ToolCall
+from tpu_rl.verifiers import tool_matching
 
 F = ToolCall("f", {"x": 1, "y": "a"})
 G = ToolCall("g", {})

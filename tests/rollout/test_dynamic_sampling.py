@@ -12,9 +12,9 @@ import pytest
 from tests.fixtures.echo import digit, score_prompts
 from tpu_rl import data
 from tpu_rl.errors import InputError
-from tpu_rl.experience import pairing, rollouts
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source
+from tpu_rl.experience.sources import pairing, rollouts
 from tpu_rl.rollout import dynamic_sampling, records, scoring
 from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.rollout.scoring import Scored

@@ -11,7 +11,6 @@ from PIL import Image
 
 from tests.fixtures.picture_model import PER_IMAGE, picture_model, picture_tokenizer
 from tpu_rl import models
-from tpu_rl.environments.pictures import PictureLook, PicturesData, PicturesSource
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
@@ -23,6 +22,7 @@ from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.image_prompts import ImageFeatures, ImageTable
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import SamplerConfig
+from tpu_rl.tasks.pictures import PictureLook, PicturesData, PicturesSource
 from tpu_rl.tokenizers.images import MARK
 from tpu_rl.train import packing, sharding
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.echo import WIDTH, digit, score_prompts
-from tpu_rl import rewards
+from tpu_rl import rewards, wings
 from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.proofs import tiny
@@ -132,7 +132,7 @@ def test_the_reward_of_an_environment_has_weights_gates_and_schedules():
         episodes=outcomes,
     )
     functions = {
-        "environment": rewards.BUILTIN["environment"].score,
+        "environment": wings.VERIFIERS["environment"].score,
         "digit": lambda completions, **_: [float(c[-1]["content"]) for c in completions],
     }
 
@@ -158,6 +158,6 @@ def test_the_reward_of_an_environment_has_weights_gates_and_schedules():
 
 
 def test_the_reward_of_an_environment_needs_one():
-    function = {"environment": rewards.BUILTIN["environment"].score}
+    function = {"environment": wings.VERIFIERS["environment"].score}
     with pytest.raises(InputError, match="the reward environment has no value"):
         score_prompts(["12"], function, group_size=2)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_rl.commands import config, preflight
+from tpu_rl.commands import config
+from tpu_rl.commands.checks import preflight
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import reward_model

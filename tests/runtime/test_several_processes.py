@@ -19,7 +19,8 @@ from tests.fixtures.fake_store import FakeStore
 from tests.fixtures.runs import COMPILING_RUN, TINY, TINY_PAIRS, digest, rows_of, small_q_sharp
 from tests.fixtures.several import require_same_step
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import config, run, verify
+from tpu_rl.commands import config, run
+from tpu_rl.commands.tools import verify
 
 RUN = [
     "launch/run.py",

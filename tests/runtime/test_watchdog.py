@@ -13,7 +13,8 @@ import pytest
 
 from tests.fixtures.runs import TINY, digest, rows_of
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import preflight, run
+from tpu_rl.commands import run
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import watchdog
 from tpu_rl.runtime.watchdog import WatchdogConfig
@@ -152,7 +153,7 @@ import jax, numpy as np
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 from tpu_rl.commands import run
-from tpu_rl import rewards
+from tpu_rl import wings, rewards
 from tpu_rl.train import update_step
 
 def reward(prompts, completions, **columns):
@@ -174,9 +175,9 @@ def make_update_step(*arguments):
 
     return stalls
 
-batches, arithmetic, make = [], rewards.BUILTIN["arithmetic"], update_step.make_update_step
+batches, arithmetic, make = [], wings.VERIFIERS["arithmetic"], update_step.make_update_step
 if sys.argv[1] == "reward":
-    rewards.BUILTIN["arithmetic"] = arithmetic._replace(score=reward)
+    wings.VERIFIERS["arithmetic"] = arithmetic._replace(score=reward)
 else:
     update_step.make_update_step = make_update_step
 sys.exit(run.main(sys.argv[2:]))

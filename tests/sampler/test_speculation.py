@@ -338,7 +338,12 @@ def test_a_run_s_draft_is_a_frozen_role_of_its_own():
     ]
     config = configuration.parse(["arithmetic_grpo", *flags, "--model.lora.rank", "2"])
     assert config.sampling.speculation == Speculation(3, "builtin:arithmetic")
-    assert configuration.from_dict(type(config), configuration.to_dict(config)) == config
+    assert (
+        configuration.from_dict(
+            type(config), configuration.to_dict(config), configuration.find_class
+        )
+        == config
+    )
     base = models.from_config(roles.model_path("builtin:arithmetic"))
     shapes = roles.param_shapes(config, base)
     assert shapes.keys() == {"base", "policy", "draft"}

@@ -6,10 +6,10 @@ import pytest
 
 from tests.fixtures.sandboxes import confined
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import FileData
-from tpu_rl.rewards import python_tests
+from tpu_rl.experience.rows import tasks
 from tpu_rl.sandbox import problems, unit_tests
+from tpu_rl.verifiers.programs import python_tests
 
 PROMPT = '''import math
 from typing import List

@@ -16,6 +16,7 @@ from tpu_rl import rewards, sandbox
 from tpu_rl.errors import MachineError
 from tpu_rl.rewards import registry
 from tpu_rl.sandbox import processes, unit_tests
+from tpu_rl.verifiers import programs
 
 LIMITS = sandbox.SandboxLimits(seconds=2.0)
 
@@ -413,7 +414,7 @@ def test_no_program_runs_without_a_sandbox_unless_allowed(monkeypatch):
         monkeypatch.setattr(module, "refusal", lambda: "unshare: Operation not permitted")
     for use_reward in (
         lambda: registry.resolve("python_tests"),
-        lambda: rewards.python_tests(["p"], ["c"], tests=TESTS[:1]),
+        lambda: programs.python_tests(["p"], ["c"], tests=TESTS[:1]),
     ):
         with pytest.raises(MachineError, match="cannot sandbox") as error:
             use_reward()

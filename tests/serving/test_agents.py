@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.fixtures import several
-from tpu_rl.commands import compose, config, preflight
+from tpu_rl.commands import compose, config
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import from_scored
 from tpu_rl.losses.log_probs import token_log_probs

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.fixtures.fake_sampler import HOT, LIMITS
 from tests.fixtures.picture_model import PER_IMAGE, picture_model, picture_tokenizer
-from tpu_rl.commands import chat as chat_command
+from tpu_rl.commands.serve import chat as chat_command
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.sampler import Turn

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fixtures.fake_sampler import CALL, HOT, LIMITS, TEMPLATE, TOKENIZER, Writer, user
 from tpu_rl import tokenizers
-from tpu_rl.commands import serve
+from tpu_rl.commands.serve import serve
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import Turn, TurnRequest
 from tpu_rl.serving import app, chat, server

@@ -13,8 +13,8 @@ from PIL import Image
 
 from tpu_rl import tokenizers
 from tpu_rl.commands import roles
-from tpu_rl.environments.pictures import PicturesData, PicturesSource
 from tpu_rl.errors import InputError
+from tpu_rl.tasks.pictures import PicturesData, PicturesSource
 from tpu_rl.tokenizers.images import MARK
 
 FIRST = 46

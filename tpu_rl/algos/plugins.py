@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.algos import ALGORITHMS
+from tpu_rl.algos import ALGORITHMS, Row
 from tpu_rl.errors import InputError
 
 
@@ -30,15 +30,14 @@ def find(name: str) -> type:
     """
     if ":" in name:
         return from_file(name)
-    by_name = {factory.__name__: config for config, factory in ALGORITHMS.items()}
-    if name not in by_name:
-        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
+    if name not in ALGORITHMS:
+        nearest = difflib.get_close_matches(name, ALGORITHMS, n=1, cutoff=0.0)[0]
         raise InputError(
             f"unknown algorithm {name!r}",
             where="--algorithm",
-            fix=f"did you mean {nearest}? All: {', '.join(sorted(by_name))}, or FILE.py:factory",
+            fix=f"did you mean {nearest}? All: {', '.join(sorted(ALGORITHMS))}, or FILE.py:factory",
         )
-    return by_name[name]
+    return ALGORITHMS[name].config
 
 
 def from_file(path: str) -> type:
@@ -57,7 +56,7 @@ def from_file(path: str) -> type:
     # Two factories may take the same configuration, and each needs its own row of ALGORITHMS.
     subclass = type(full_name, (config,), {"__doc__": config.__doc__})
     registered = dataclasses.dataclass(frozen=True)(subclass)
-    ALGORITHMS[registered] = factory
+    ALGORITHMS[full_name] = Row(registered, factory)
     return registered
 
 

@@ -13,12 +13,11 @@ tpu-rl --version
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import signal
 import sys
-from pathlib import Path
+from types import ModuleType
 
 import tpu_rl
 from tpu_rl import redaction
@@ -28,10 +27,24 @@ from tpu_rl.runtime import stdio
 IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 """Commands that go on when nobody reads their output any more. The others end."""
 
-COMMANDS = (
-    *("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check"),
-    *("check_reward", "recipe", "combine", "compare", "test_time", "chat"),
-)
+COMMANDS = {
+    "run": "run",
+    "check": "tools.check",
+    "check_reward": "evaluate.check_reward",
+    "chat": "serve.chat",
+    "combine": "tools.combine",
+    "compare": "evaluate.compare",
+    "doctor": "tools.doctor",
+    "evaluate": "evaluate.evaluate",
+    "export": "tools.export",
+    "plan": "plan.plan",
+    "recipe": "recipe.recipe",
+    "report": "tools.report",
+    "serve": "serve.serve",
+    "test_time": "evaluate.test_time",
+    "verify": "tools.verify",
+}
+"""Command -> its module in `tpu_rl.commands`, which has `main(argv)`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,19 +76,19 @@ def main(argv: list[str] | None = None) -> int:
         return error.code
     if name == "run" and not {"-h", "--help"}.isdisjoint(arguments):
         # The help of `run` needs none of the modules that train.
-        name = "config"
-    return importlib.import_module(f"tpu_rl.commands.{name}").main(arguments)
+        return importlib.import_module("tpu_rl.commands.config").main(arguments)
+    return command(name).main(arguments)
+
+
+def command(name: str) -> ModuleType:
+    """Import the module of a command, which has `main(argv)`."""
+    return importlib.import_module(f"tpu_rl.commands.{COMMANDS[name.replace('-', '_')]}")
 
 
 def print_presets() -> None:
     """Print each preset with the first sentence of its description."""
-    # Read from the source, because importing the presets imports jax, which takes seconds.
-    descriptions = {
-        node.name: " ".join((ast.get_docstring(node) or "").split())
-        for file in (Path(__file__).parent / "presets").glob("[!_]*.py")
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    functions = importlib.import_module("tpu_rl.commands.presets").functions()
+    descriptions = {name: description for name, (_, description) in functions.items()}
     width = max(map(len, descriptions))
     for name, description in sorted(descriptions.items()):
         sentence = description.partition(". ")[0].partition(": ")[0].partition(":")[0]

@@ -27,12 +27,12 @@ from typing import Any, Literal, NamedTuple, cast
 import tyro
 import yaml
 
-from tpu_rl import ranges, run_files
-from tpu_rl.algos import AlgorithmConfig, plugins
-from tpu_rl.commands import config_checks, flag_names, help_text, yaml_flags
+from tpu_rl import lazy, ranges, run_files, wings
+from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
+from tpu_rl.commands.checks import config_checks
+from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
 from tpu_rl.errors import DamagedDataError, InputError, typed_command
-from tpu_rl.experience import tasks
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -538,6 +538,9 @@ def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
             why="it has phases" if config.phases else "it reads no rows of --data.path",
             fix="give --steps",
         )
+    # It reads files, which nothing else here does.
+    from tpu_rl.experience.rows import tasks
+
     rows = tasks.file_rows(config.data, config.algorithm.experience, config.evaluation.rows)[0]
     steps = max(1, round(epochs * len(rows) / config.batch.prompts))
     print(f"{text} epochs of {len(rows):,} rows, {config.batch.prompts} a step: {steps:,} steps")
@@ -741,7 +744,7 @@ def load(path: Path) -> ExperimentConfig:
     """
     values, _ = run_files.read_config(path)
     try:
-        return from_dict(ExperimentConfig, with_new_names(values), find_plugin)
+        return from_dict(ExperimentConfig, with_new_names(values), find_class)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise run_files.damage(path, f"it is no configuration: {error}") from error
 
@@ -758,7 +761,7 @@ def load_file(path: Path) -> ExperimentConfig:
         )
     try:
         values, _ = run_files.read_config(path, may_be_edited=True)
-        return from_dict(ExperimentConfig, with_new_names(values), find_plugin)
+        return from_dict(ExperimentConfig, with_new_names(values), find_class)
     except DamagedDataError as error:
         cause = error.why
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -792,9 +795,18 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def find_plugin(kind: str) -> type | None:
-    """Return the configuration of an algorithm in a file of the user, or None of another kind."""
-    return plugins.from_file(kind) if ":" in kind else None
+def find_class(kind: str) -> type | None:
+    """Find the class of an algorithm's or a task's settings by its name; None of another kind.
+
+    Raises:
+        InputError: if it is of a file of the user that cannot be loaded.
+    """
+    if ":" in kind:
+        return plugins.from_file(kind)
+    task = wings.TASKS.get(lazy.name_of(kind, "Data"))
+    row = ALGORITHMS.get(lazy.name_of(kind, "Config"))
+    settings = {task.settings} if task else {row.config} if row else {FileData}
+    return next((found for found in settings if found.__name__ == kind), None)
 
 
 MAY_CHANGE = (

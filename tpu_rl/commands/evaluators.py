@@ -15,6 +15,7 @@ from tpu_rl import data, rewards
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands.config import ExperimentConfig, FileData, Stage
 from tpu_rl.commands.roles import RunContext
+from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
@@ -29,9 +30,10 @@ from tpu_rl.evaluation import (
 )
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
-from tpu_rl.experience import step_labels, tasks
 from tpu_rl.experience.config import sampler_config
-from tpu_rl.experience.pairs import GivenPairs, ToPairs
+from tpu_rl.experience.rows import tasks
+from tpu_rl.experience.sources import step_labels
+from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
 from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards.worker_pool import IsolatedReward
@@ -76,11 +78,11 @@ def evaluator(
         judge = held_out_judge(context, stage, params)
         return Evaluations(reward_accuracy.as_evaluator(judge), _nothing)
     if compose.learns_from_given_pairs(stage):
-        given = compose.require_pairs(context.config, context.language.tokenizer)
+        given = of_pairs.require_pairs(context.config, context.language.tokenizer)
         if not given.held_out:
             print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
             return Evaluations(_nothing, _nothing)
-        to_pairs = compose.to_pairs(context, stage, params, given.usable)
+        to_pairs = of_pairs.to_pairs(context, stage, params, given.usable)
         rank = ranking(context, stage, algorithm, given, to_pairs)
         return Evaluations(lambda params, in_full: rank(params), _nothing)
     exact = context.unrounded()
@@ -458,7 +460,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
     if compose.learns_from_given_pairs(stage):
-        given = compose.require_pairs(context.config, context.language.tokenizer)
+        given = of_pairs.require_pairs(context.config, context.language.tokenizer)
         _require_same_rows(given.held_out)
         rows = [given.train, given.held_out]
         if stage.algorithm.experience.graded:

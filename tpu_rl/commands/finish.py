@@ -15,15 +15,16 @@ from typing import Any
 import jax
 
 import tpu_rl
-from tpu_rl import metrics, models, report, run_files
+from tpu_rl import metrics, models, run_files, wings
 from tpu_rl.checkpoint import digests, manifests
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import compose, roles, stages
 from tpu_rl.commands.config import FileData
 from tpu_rl.commands.roles import RunContext
+from tpu_rl.commands.sources import of_pairs
 from tpu_rl.errors import InputError, printable
 from tpu_rl.evaluation import pair_audit
-from tpu_rl.experience import label_flips, tasks
+from tpu_rl.experience.rows import label_flips, tasks
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
 from tpu_rl.runtime import processes
@@ -73,11 +74,11 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         train = tasks.file_rows(config.data, config.algorithm.experience, config.evaluation.rows)[0]
         summary["label_flips"] = label_flips.count(train)
     # The page written while the run was on goes first: without one, no run counts as finished.
-    (run_dir / report.FILE).unlink(missing_ok=True)
+    (run_dir / run_files.REPORT).unlink(missing_ok=True)
     metrics.write_summary(run_dir, summary)
     write_final_report(run_dir)
     folder.finish()
-    print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
+    print(f"done: {folder.address}/{run_files.REPORT}, model in {folder.address}/model")
 
 
 TELLING_STEPS = 10
@@ -121,7 +122,7 @@ def update_report(run_dir: Path) -> None:
     if processes.index():
         return
     try:
-        report.write_report(run_dir, live=True)
+        wings.MODULES["report"].write_report(run_dir, live=True)
     except Exception as error:
         _warn(error)
 
@@ -176,15 +177,15 @@ class LivePage:
 def write_final_report(run_dir: Path) -> None:
     """Write report.html of the finished run; after a failure, a page that says so."""
     try:
-        report.write_report(run_dir)
+        wings.MODULES["report"].write_report(run_dir)
     except Exception as error:
         _warn(error)
-        report.write_failure(run_dir, error)
+        wings.MODULES["report"].write_failure(run_dir, error)
 
 
 def _warn(error: Exception) -> None:
     cause = redact(printable(f"{type(error).__name__}: {error}"))
-    print(f"warning: {report.FILE} was not written: {cause}", file=sys.stderr)
+    print(f"warning: {run_files.REPORT} was not written: {cause}", file=sys.stderr)
 
 
 def save_models(context: RunContext, params: Params) -> list[Path]:
@@ -224,11 +225,11 @@ def audit_pairs(context: RunContext, params: Params) -> None:
     stage = stages.of_run(config, context.run_dir, config.steps)[-1]
     if not compose.learns_from_given_pairs(stage) or stage.algorithm.experience.graded:
         return
-    given = compose.given_pairs(context.config, context.language.tokenizer)
+    given = of_pairs.given_pairs(context.config, context.language.tokenizer)
     trained = pair_audit.Trained(
         compose.build_algorithm(context, stage),
         params,
-        compose.trained_pairs(context, stage, given.usable),
+        of_pairs.trained_pairs(context, stage, given.usable),
         num_steps=stage.last - stage.first + 1,
         batch_size=config.batch.prompts,
         seed=config.seed,

@@ -9,7 +9,8 @@ from typing import Any
 
 from tpu_rl import rewards as reward_registry
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import flag_names, run, yaml_flags
+from tpu_rl.commands import run
+from tpu_rl.commands.flags import flag_names, yaml_flags
 from tpu_rl.data import files, python_rows
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import named

@@ -25,21 +25,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_rl import metrics, report, run_files
+from tpu_rl import metrics, run_files
 from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
-from tpu_rl.commands import (
-    compose,
-    continued,
-    dry_run,
-    evaluators,
-    finish,
-    meshes,
-    preflight,
-    roles,
-    stages,
-)
+from tpu_rl.commands import compose, continued, evaluators, finish, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
+from tpu_rl.commands.checks import dry_run, preflight
 from tpu_rl.commands.compose import Devices
 from tpu_rl.commands.config import ExperimentConfig, Stage, to_dict
 from tpu_rl.commands.roles import RunContext
@@ -119,7 +110,7 @@ def start(
         config = with_recorded_rows(config, folder.path)
         if processes.from_first(lambda: is_finished(config, open_run_dir(config, folder))):
             print(
-                f"this run is finished: {folder.address}/{report.FILE}, "
+                f"this run is finished: {folder.address}/{run_files.REPORT}, "
                 f"model in {folder.address}/model"
             )
             return
@@ -192,7 +183,7 @@ def with_recorded_rows(config: ExperimentConfig, run_dir: Path) -> ExperimentCon
             return 0
         return configuration.load(saved).batch.micro_batch_rows
 
-    return meshes.with_micro_batch(config, processes.from_first(recorded))
+    return micro_batches.with_micro_batch(config, processes.from_first(recorded))
 
 
 def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
@@ -200,7 +191,9 @@ def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
     path = folder.path / "config.yaml"
     saved = configuration.load(path)
     if saved.batch.micro_batch_rows != config.batch.micro_batch_rows:
-        configuration.save(meshes.with_micro_batch(saved, config.batch.micro_batch_rows), path)
+        configuration.save(
+            micro_batches.with_micro_batch(saved, config.batch.micro_batch_rows), path
+        )
         folder.publish_files()
 
 
@@ -228,7 +221,7 @@ def require_same_configuration(config: ExperimentConfig, run_dir: Path, address:
 def is_finished(config: ExperimentConfig, run_dir: Path) -> bool:
     """Return True if an earlier run took all the steps that are configured."""
     # `finish` deletes it before it writes the summary, and writes it again last.
-    page = run_dir / report.FILE
+    page = run_dir / run_files.REPORT
     summary = run_files.read_summary(run_dir)
     has_ended = bool(summary) and (summary["steps"] >= config.steps or summary.get("stopped"))
     return page.exists() and bool(has_ended)
@@ -330,24 +323,18 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     model = roles.from_config(config, roles.model_directory(config))
     devices = compose.share_devices(config, model=model)
     mesh = devices.mesh
-    memory = meshes.device_memory(mesh)
-    config, micro_batches = meshes.choose_rows(config, model, mesh, memory)
+    config, rows_line = micro_batches.choose_rows(config, model, devices)
     if processes.index() == 0:
         record_rows(config, folder)
     names = identity.Identity(
         processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
     )
-    config = meshes.fit_micro_batch(config, mesh)
-    config, products = meshes.choose_products(config, model, mesh, memory)
+    config = micro_batches.fit_micro_batch(config, mesh)
+    config, lines = micro_batches.choose_programs(config, model, devices)
     say = print if processes.index() == 0 else lambda text: None
-    say(where_it_runs(config, folder))
-    if micro_batches:
-        say(micro_batches)
-    if products:
-        say(products)
-    config, decoding = meshes.choose_sampling(config, model, mesh, memory, devices.sampler)
-    if decoding:
-        say(decoding)
+    for line in (where_it_runs(config, folder), rows_line, *lines):
+        if line:
+            say(line)
     with jax.set_mesh(mesh), compilations.watch(say):
         checkpoints = manager.open_checkpoints(folder.checkpoints)
         context, step, seconds, params, resumed = begin_or_resume(

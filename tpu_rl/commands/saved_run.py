@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from tpu_rl import models, run_files
 from tpu_rl.checkpoint import identity, manager, remote_run, train_state_io
-from tpu_rl.commands import compose, meshes, roles, stages
+from tpu_rl.commands import compose, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig, ModelConfig
 from tpu_rl.commands.roles import RunContext
@@ -45,8 +45,7 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
     names = identity.Identity(identity.read(run_dir), configuration.settings_hash(saved_config))
     config = _fit_to_mesh(saved_config, mesh)
     model = roles.from_config(config, roles.model_directory(config))
-    memory = meshes.device_memory(mesh)
-    config, _ = meshes.choose_sampling(config, model, mesh, memory)
+    config, _ = micro_batches.choose_programs(config, model, compose.Devices(mesh, ()))
     with jax.set_mesh(mesh):
         context, params = compose.make_context(config, run_dir, mesh)
     checkpoints, step = open_checkpoints(address, run_dir)

@@ -14,30 +14,37 @@ row_stream   shuffles rows and repeats them
 encoding     rows as arrays of tokens: demonstrations, pairs, steps
 """
 
-from tpu_rl.data.encoding import demonstrations as demonstrations
-from tpu_rl.data.encoding import pairs as pairs
-from tpu_rl.data.encoding import scored_completions as scored_completions
-from tpu_rl.data.encoding import steps as steps
-from tpu_rl.data.files import Row as Row
-from tpu_rl.data.files import first_row as first_row
-from tpu_rl.data.files import first_shape as first_shape
-from tpu_rl.data.files import names_of as names_of
-from tpu_rl.data.files import read as read
-from tpu_rl.data.gsm8k_rows import gsm8k as gsm8k
-from tpu_rl.data.gsm8k_rows import gsm8k_demonstration as gsm8k_demonstration
-from tpu_rl.data.gsm8k_rows import gsm8k_solutions as gsm8k_solutions
-from tpu_rl.data.gsm8k_rows import pair_graded as pair_graded
-from tpu_rl.data.row_stream import Rows as Rows
-from tpu_rl.data.row_stream import RowStream as RowStream
-from tpu_rl.data.row_stream import digests as digests
-from tpu_rl.data.row_stream import fingerprint as fingerprint
-from tpu_rl.data.row_stream import row_digest as row_digest
-from tpu_rl.data.row_stream import rows_of_parts as rows_of_parts
-from tpu_rl.data.row_stream import stream as stream
-from tpu_rl.data.stored_rows import StoredRows as StoredRows
-from tpu_rl.data.stored_rows import join as join
-from tpu_rl.data.stored_rows import naming_row as naming_row
-from tpu_rl.data.stored_rows import part_numbers as part_numbers
-from tpu_rl.data.stored_rows import take as take
-from tpu_rl.data.stored_rows import where_of as where_of
-from tpu_rl.data.stored_rows import with_number as with_number
+from typing import TYPE_CHECKING
+
+from tpu_rl import lazy
+
+if TYPE_CHECKING:
+    from tpu_rl.data.encoding import demonstrations as demonstrations
+    from tpu_rl.data.encoding import pairs as pairs
+    from tpu_rl.data.encoding import scored_completions as scored_completions
+    from tpu_rl.data.encoding import steps as steps
+    from tpu_rl.data.files import Row as Row
+    from tpu_rl.data.files import first_row as first_row
+    from tpu_rl.data.files import first_shape as first_shape
+    from tpu_rl.data.files import names_of as names_of
+    from tpu_rl.data.files import read as read
+    from tpu_rl.data.gsm8k_rows import gsm8k as gsm8k
+    from tpu_rl.data.gsm8k_rows import gsm8k_demonstration as gsm8k_demonstration
+    from tpu_rl.data.gsm8k_rows import gsm8k_solutions as gsm8k_solutions
+    from tpu_rl.data.gsm8k_rows import pair_graded as pair_graded
+    from tpu_rl.data.row_stream import Rows as Rows
+    from tpu_rl.data.row_stream import RowStream as RowStream
+    from tpu_rl.data.row_stream import digests as digests
+    from tpu_rl.data.row_stream import fingerprint as fingerprint
+    from tpu_rl.data.row_stream import row_digest as row_digest
+    from tpu_rl.data.row_stream import rows_of_parts as rows_of_parts
+    from tpu_rl.data.row_stream import stream as stream
+    from tpu_rl.data.stored_rows import StoredRows as StoredRows
+    from tpu_rl.data.stored_rows import join as join
+    from tpu_rl.data.stored_rows import naming_row as naming_row
+    from tpu_rl.data.stored_rows import part_numbers as part_numbers
+    from tpu_rl.data.stored_rows import take as take
+    from tpu_rl.data.stored_rows import where_of as where_of
+    from tpu_rl.data.stored_rows import with_number as with_number
+
+lazy.exports(__name__, __file__)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from tpu_rl import sandbox
+from tpu_rl import wings
 from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.runtime import host
 from tpu_rl.storage import gcs
@@ -119,7 +119,7 @@ def check_extras() -> Finding:
 
 def check_sandbox() -> Finding:
     """Check whether programs that a model writes can be confined, as `code_grpo` requires."""
-    refusal = sandbox.refusal()
+    refusal = wings.MODULES["sandbox"].refusal()
     if not refusal:
         return Finding("sandbox", "model-written programs can be confined")
     fix = "for code_grpo: allow user namespaces, on Linux on x86-64"

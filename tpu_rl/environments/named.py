@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.environments import (
-    calculator,
-    contract,
-    mini_shell,
-    multi_attempt,
-    pictures,
-    python_tool,
-    reflection,
-    search,
-    self_verify,
-)
-from tpu_rl.environments.adapters import (
-    gem,
-    gymnasium,
-    mcp,
-    openenv,
-    reasoning_gym,
-    skyrl_gym,
-    textarena,
-)
-from tpu_rl.environments.contract import Factories, Factory
+from tpu_rl.environments import contract
+from tpu_rl.environments.contract import Factories
 from tpu_rl.errors import InputError
-
-ENVIRONMENTS: dict[str, Factory] = {
-    "calculator": calculator.Calculator,
-    "mini_shell": mini_shell.MiniShell,
-    "multi_attempt": multi_attempt.MultiAttempt,
-    "picture_look": pictures.PictureLook,
-    "python_tool": python_tool.PythonTool,
-    "search": search.Search,
-    "search_random": search.RandomSearch,
-    "self_verify": self_verify.SelfVerify,
-}
-"""Every built-in environment by its name. To add one, write its file and add its row here."""
-
-
-def _reflection(name: str) -> Factory:
-    return reflection.factory(name, load(name))
-
-
-FAMILIES: dict[str, Callable[[str], Factory | Mapping[str, Factory]]] = {
-    "gem": gem.factory,
-    "gymnasium": gymnasium.factory,
-    "mcp": mcp.factory,
-    "openenv": openenv.factory,
-    "reasoning_gym": reasoning_gym.factory,
-    "reflection": _reflection,
-    "skyrl_gym": skyrl_gym.factory,
-    "textarena": textarena.factory,
-}
-"""Name before the colon -> what makes a factory of the name after it: packages of environments, and
-what wraps another environment."""
+from tpu_rl.wings import ENVIRONMENTS, FAMILIES
 
 PYTHON = "python:"
 """What the names of classes begin with that a Python program passed."""

@@ -1,21 +1,20 @@
 """The type of a task: problems made by a formula, and the verifiers of their answers.
 
-A task is one file of this folder and one row of `TASKS` in `tpu_rl.environments`. The rest of the
-library reads that table: the settings become flags (`--data.*`), the rewards become names for
-`--reward`, and the rows are trained and evaluated on.
+A task is one file of `tpu_rl.tasks` and one row of `TASKS` in `tpu_rl.wings`. The rest of the
+library reads that table: the settings become flags (`--data.*`), and the rows are trained and
+evaluated on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tpu_rl import lazy, wings
 
 if TYPE_CHECKING:
     # Reward workers import this file: it must not load JAX, as tpu_rl.data does.
     from tpu_rl.data import Row, Rows
-
-TaskReward = Callable[..., Sequence[float | None]]
-"""fn(prompts, completions, **columns) -> one reward per completion; None does not score it."""
 
 
 def no_slices(row: Row) -> tuple[str, ...]:
@@ -36,11 +35,6 @@ class Task(NamedTuple):
     """(settings, seed) -> training problems with the column `completion`, to imitate."""
     evaluation_rows: Callable[[Any, int], Rows]
     """(settings, count) -> at least `count` held-out problems, the same for every seed."""
-    rewards: Mapping[str, TaskReward]
-    """Name -> reward function. Names must be unique among all tasks."""
-    read_answers: Mapping[str, Callable[[str], Hashable | None]] = {}
-    """Name of a reward -> what reads the final answer that it judges from a completion; None if the
-    completion gives none. Majority votes need it."""
     label_steps: Callable[[str, str], list[tuple[str, bool]]] | None = None
     """(prompt, completion) -> the completion's steps, and True for each right one. Process reward
     models need it."""
@@ -59,3 +53,9 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
         return completion
     said = [message for message in completion if message.get("role", "assistant") == "assistant"]
     return (said or completion)[-1].get("content") or ""
+
+
+def task_of(settings: object) -> Task | None:
+    """Return the task with these settings, or None if they belong to no task (data files)."""
+    task = wings.TASKS.get(lazy.name_of(type(settings).__name__, "Data"))
+    return task if task is not None and type(settings) is task.settings else None

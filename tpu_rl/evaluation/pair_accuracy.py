@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.experience.pairs import ToPairs
+from tpu_rl.experience.sources.pairs import ToPairs
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import packing, sharding, update_step

@@ -23,9 +23,9 @@ from tpu_rl import data, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
 from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
-from tpu_rl.experience import label_flips
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.pairs import GivenPairs, ToPairs
+from tpu_rl.experience.rows import label_flips
+from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.text_log_probs import announce
 from tpu_rl.runtime import processes, watchdog
 from tpu_rl.train import packing, sharding, update_step

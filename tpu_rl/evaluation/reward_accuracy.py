@@ -23,7 +23,8 @@ from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation import answer_accuracy, pair_accuracy
 from tpu_rl.evaluation.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
-from tpu_rl.experience import label_flips, pairing
+from tpu_rl.experience.rows import label_flips
+from tpu_rl.experience.sources import pairing
 from tpu_rl.rewards import reward_model
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer

@@ -6,10 +6,9 @@ The sources of experience read these values, and `commands.config` composes them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from tpu_rl import sampler
-from tpu_rl.environments import TASKS
 from tpu_rl.errors import InputError
 from tpu_rl.ranges import Count, CountOrNone, In, Positive, Share
 from tpu_rl.sampler import Speculation, Thinking
@@ -106,11 +105,8 @@ class FileData:
     """The most pixels, in the same way. Fewer make shorter prompts."""
 
 
-if TYPE_CHECKING:
-    DataConfig = Any
-else:
-    DataConfig = Union[(*(task.settings for task in TASKS.values()), FileData)]  # noqa: UP007
-"""The data of a run: the settings of any task in `TASKS`, or files."""
+DataConfig = Any
+"""The data of a run: the settings of any task in `wings.TASKS`, or `FileData`."""
 
 
 @dataclass(frozen=True)

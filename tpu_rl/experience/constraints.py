@@ -19,14 +19,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.rollout.dynamic_sampling import all_sampled
-from tpu_rl.rollout.scoring import Scored, by_episode
-from tpu_rl.types import TrainState
+
+if TYPE_CHECKING:
+    from tpu_rl.rollout.scoring import Scored
+    from tpu_rl.types import TrainState
 
 LENGTH = "length"
 """Name of the number of sampled tokens."""
@@ -111,6 +112,10 @@ class Multipliers:
     def __call__(self, scored: Scored, step: int, state: TrainState) -> Scored:
         """Subtract the terms of the constraints from returns, then move the multipliers."""
         del step, state
+        # The command line reads this file, and needs no engine.
+        from tpu_rl.rollout.dynamic_sampling import all_sampled
+        from tpu_rl.rollout.scoring import by_episode
+
         episodes = by_episode(scored)
         penalties = np.zeros(len(episodes.rewards))
         everything = by_episode(all_sampled(scored))

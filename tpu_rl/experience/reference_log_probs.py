@@ -18,7 +18,7 @@ from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience import text_log_probs
-from tpu_rl.experience.pairs import ToPairs
+from tpu_rl.experience.sources.pairs import ToPairs
 from tpu_rl.experience.text_log_probs import LogProbs
 from tpu_rl.runtime import processes
 from tpu_rl.types import Params

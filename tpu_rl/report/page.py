@@ -26,7 +26,7 @@ from tpu_rl.report.pictures import Pictures
 from tpu_rl.report.run_data import GRADES, PAIRS, PROBLEMS, STEPS, Run, metric_of, read_run
 from tpu_rl.report.series import Series
 
-FILE = "report.html"
+FILE = run_files.REPORT
 SHOWN_PROMPTS = 6
 HELD_OUT_LOSS = "eval/loss"
 SET_MEASURES = {

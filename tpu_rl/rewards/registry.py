@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tpu_rl import sandbox, user_code
-from tpu_rl.errors import InputError
+from tpu_rl import user_code
+from tpu_rl.errors import InputError, MachineError
 from tpu_rl.rewards import terms
 from tpu_rl.rewards.scoring import DEFAULT_LIMITS, Reward
 from tpu_rl.rewards.terms import PYTHON, RewardTerm
-from tpu_rl.rewards.verifiers import BUILTIN, Verifier
+from tpu_rl.rewards.verifier import Verifier
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
 from tpu_rl.runtime import verl_rewards
 from tpu_rl.runtime.worker_child import as_number, shorten
+from tpu_rl.wings import VERIFIERS
 
 
 def reward_functions(
@@ -70,7 +71,7 @@ def settings_of(name: str) -> tuple[str, dict[str, str]]:
         InputError: if the settings of a built-in reward cannot be read.
     """
     base, has_settings, text = name.partition("(")
-    if not has_settings or base not in BUILTIN or not name.endswith(")"):
+    if not has_settings or base not in VERIFIERS or not name.endswith(")"):
         return name, {}
     text = text[:-1]
     settings = {}
@@ -89,7 +90,7 @@ def settings_of(name: str) -> tuple[str, dict[str, str]]:
 def parts_of(name: str) -> list[str]:
     """Return the names of the rewards that a name stands for: its own, and those in settings."""
     base, settings = settings_of(name)
-    make = BUILTIN[base].make if settings else None
+    make = VERIFIERS[base].make if settings else None
     if make is None:
         return [name]
     defaults = {key: p.default for key, p in inspect.signature(make).parameters.items()}
@@ -154,10 +155,10 @@ def resolve(
         InputError: if there is no such reward, or if programs cannot be confined.
     """
     base, settings = settings_of(name)
-    if settings or (name in BUILTIN and BUILTIN[name].required):
-        return _made(name, BUILTIN[base], settings, limits, allow_unsandboxed_code)
-    if name in BUILTIN:
-        return _built_in(BUILTIN[name], allow_unsandboxed_code)
+    if settings or (name in VERIFIERS and VERIFIERS[name].required):
+        return _made(name, VERIFIERS[base], settings, limits, allow_unsandboxed_code)
+    if name in VERIFIERS:
+        return _built_in(VERIFIERS[name], allow_unsandboxed_code)
     if name.startswith(PYTHON):
         return registered(name)
     if Path(name).expanduser().is_dir():
@@ -170,10 +171,13 @@ def resolve(
 
 def _built_in(row: Verifier, allow_unsandboxed_code: bool) -> Reward:
     """Return the function of a row that this machine can run; see `resolve`."""
-    if row.score_unsandboxed is not None and sandbox.refusal():
-        if allow_unsandboxed_code:
-            return row.score_unsandboxed
-        sandbox.require()
+    try:
+        if row.require_sandbox is not None:
+            row.require_sandbox()
+    except MachineError:
+        if row.score_unsandboxed is None or not allow_unsandboxed_code:
+            raise
+        return row.score_unsandboxed
     return row.score
 
 
@@ -190,8 +194,8 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
     if not file_name or not name.isidentifier():
         raise InputError(
             f"{path!r} does not name a reward function",
-            fix=user_code.did_you_mean(path, list(BUILTIN))
-            or f"write FILE.py:function, a directory, or one of {', '.join(BUILTIN)}",
+            fix=user_code.did_you_mean(path, list(VERIFIERS))
+            or f"write FILE.py:function, a directory, or one of {', '.join(VERIFIERS)}",
         )
     user_code.require_file(file, "reward", file_name)
     if limits.isolate:

@@ -17,6 +17,7 @@ import numpy as np
 
 from tpu_rl.data import Row
 from tpu_rl.data.encoding import alike
+from tpu_rl.rollout.group_selection import num_kept
 from tpu_rl.rollout.scoring import (
     EpisodeOutcomes,
     Scored,
@@ -104,11 +105,6 @@ def keep_most_varied(scored: Scored, share: float) -> Scored:
     order = np.argsort(-variances, kind="stable")
     kept = np.sort(order[: num_kept(len(grouped), share)])
     return replace(take([scored], kept), chosen_from=scored.chosen_from or (scored,))
-
-
-def num_kept(num_groups: int, share: float) -> int:
-    """Return the number of groups that `keep_most_varied` keeps, at least one."""
-    return max(1, round(share * num_groups))
 
 
 def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:

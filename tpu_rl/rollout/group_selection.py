@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpu_rl.sampler import OnFinished, PartialCompletion
+if TYPE_CHECKING:
+    from tpu_rl.sampler import OnFinished, PartialCompletion
 
 
 class FirstGroups:
@@ -70,3 +72,8 @@ class FirstGroups:
             ]
             self._on_taken({row: self._token_ids[row] for row in rows})
         return len(self.groups) == self._num_groups
+
+
+def num_kept(num_groups: int, share: float) -> int:
+    """Count the groups that `dynamic_sampling.keep_most_varied` keeps, at least one."""
+    return max(1, round(share * num_groups))

@@ -128,6 +128,16 @@ class Scorer(NamedTuple):
         return replace(sampled, streamed_rewards=streaming.answers, cancel_rewards=streaming.cancel)
 
 
+class Agent(NamedTuple):
+    """A function of the user, and how it is run."""
+
+    path: str
+    """FILE.py:FUNCTION."""
+    pool: EnvironmentPool
+    max_calls: int
+    """Calls of the server that an episode may make."""
+
+
 class Environment(NamedTuple):
     """The environment that answers the policy, and its limits."""
 

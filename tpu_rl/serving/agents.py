@@ -37,6 +37,7 @@ from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.episodes import without_images
 from tpu_rl.rollout.image_prompts import ImageTable
+from tpu_rl.rollout.requests import Agent
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
@@ -56,16 +57,6 @@ NAME = "agent"
 """The name of its reward and its faults."""
 
 _pool_ids = itertools.count()
-
-
-class Agent(NamedTuple):
-    """A function of the user, and how it is run."""
-
-    path: str
-    """FILE.py:FUNCTION."""
-    pool: EnvironmentPool
-    max_calls: int
-    """Calls of the server that an episode may make."""
 
 
 def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: int) -> Agent:

@@ -4,26 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpu_rl.algos import (
-    AStarPoConfig,
-    CispoConfig,
-    DistillConfig,
-    DpoConfig,
-    GrpoConfig,
-    GspoConfig,
-    KtoConfig,
-    MiniLlmConfig,
-    PpoConfig,
-    ProcessRewardConfig,
-    QSharpConfig,
-    ReinforceConfig,
-    RewardModelConfig,
-    RftConfig,
-    SentenceRewardConfig,
-    SftConfig,
-    SurrogatesConfig,
-    ValuePretrainingConfig,
-)
+from tpu_rl import algos
 from tpu_rl.commands.config import (
     BatchConfig,
     CheckpointConfig,
@@ -34,12 +15,10 @@ from tpu_rl.commands.config import (
     Plateau,
     SamplingConfig,
 )
-from tpu_rl.environments import ALPHABET, Arithmetic, ArithmeticData
-from tpu_rl.losses.value_loss import Critic
+from tpu_rl.tasks.arithmetic import ALPHABET, Arithmetic, ArithmeticData
 from tpu_rl.train.optimizers import OptimizerConfig
 
 LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
-CRITIC = Critic(lam=1.0, learning_rate_scale=5.0)
 PRETRAINING = 50
 """Most steps of value pretraining. It ends earlier once the explained variance of fresh returns,
 averaged over eight steps, is less than 0.02 above that of the eight steps before."""
@@ -47,14 +26,10 @@ VAPO_PRETRAINING = 20
 TEACHER = "runs/arithmetic_grpo/model"
 SEMICOLON = 4 + ALPHABET.index(";")
 """Id of the semicolon: the alphabet follows four control tokens."""
-# The paper's weights and its filter, with which docs/benchmarks/q_sharp.md was measured.
-Q_SHARP = QSharpConfig(
-    layers=1,
-    prompts=256,
-    candidates=8,
-    loss_aggregation="sequence_mean",
-    drop_equal_returns=True,
-)
+
+
+def _critic() -> algos.Critic:
+    return algos.Critic(lam=1.0, learning_rate_scale=5.0)
 
 
 def arithmetic_grpo() -> ExperimentConfig:
@@ -66,7 +41,7 @@ def arithmetic_grpo() -> ExperimentConfig:
     the right result, whatever precedes it.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         data=ArithmeticData(train=LONG, evaluation=LONG),
         model=ModelConfig(path="builtin:arithmetic"),
         reward=("arithmetic",),
@@ -90,7 +65,7 @@ def arithmetic_sft() -> ExperimentConfig:
     learns to answer those at a glance, too.
     """
     return ExperimentConfig(
-        algorithm=SftConfig(),
+        algorithm=algos.SftConfig(),
         data=ArithmeticData(
             train=Arithmetic(min_terms=2, max_terms=5, operators="+-*", length_shares=(2, 3, 4, 1)),
             evaluation=Arithmetic(min_terms=5, max_terms=5, operators="+-*"),
@@ -116,12 +91,12 @@ def arithmetic_sft() -> ExperimentConfig:
 
 def arithmetic_gspo() -> ExperimentConfig:
     """GSPO on the default run's problems: GRPO with one clipped ratio per completion."""
-    return replace(arithmetic_grpo(), algorithm=GspoConfig())
+    return replace(arithmetic_grpo(), algorithm=algos.GspoConfig())
 
 
 def arithmetic_cispo() -> ExperimentConfig:
     """CISPO on the default run's problems: REINFORCE with the ratio as a clipped weight."""
-    return replace(arithmetic_grpo(), algorithm=CispoConfig())
+    return replace(arithmetic_grpo(), algorithm=algos.CispoConfig())
 
 
 def arithmetic_sapo() -> ExperimentConfig:
@@ -129,7 +104,7 @@ def arithmetic_sapo() -> ExperimentConfig:
 
     `--algorithm.surrogate` takes the other surrogates, such as gmpo or kl_cov.
     """
-    algorithm = SurrogatesConfig(surrogate="sapo", loss_aggregation="sequence_mean")
+    algorithm = algos.SurrogatesConfig(surrogate="sapo", loss_aggregation="sequence_mean")
     return replace(arithmetic_grpo(), algorithm=algorithm)
 
 
@@ -144,7 +119,7 @@ def arithmetic_rft() -> ExperimentConfig:
     """
     return replace(
         arithmetic_grpo(),
-        algorithm=RftConfig(max_per_prompt=1),
+        algorithm=algos.RftConfig(max_per_prompt=1),
         optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=5),
     )
 
@@ -156,7 +131,7 @@ def arithmetic_multi_attempt() -> ExperimentConfig:
 
         python launch/run.py arithmetic_multi_attempt --evaluation.turns 1 2
 
-    The environment, tpu_rl/environments/multi_attempt.py, says what the model reads, and gives the
+    The environment, tpu_rl/tasks/multi_attempt.py, says what the model reads, and gives the
     reward: 1 if an attempt is right, -0.5 if not, -1 if none could be read.
     """
     return replace(
@@ -179,7 +154,7 @@ def arithmetic_ppo() -> ExperimentConfig:
     """
     return replace(
         arithmetic_grpo(),
-        algorithm=PpoConfig(critic=Critic(learning_rate_scale=5.0)),
+        algorithm=algos.PpoConfig(critic=algos.Critic(learning_rate_scale=5.0)),
         batch=BatchConfig(prompts=256, group_size=1, row_length=256, micro_batch_rows=8),
         steps=80,
     )
@@ -188,7 +163,7 @@ def arithmetic_ppo() -> ExperimentConfig:
 def arithmetic_nlpo() -> ExperimentConfig:
     """NLPO (arXiv 2210.01241): `arithmetic_ppo` within the top-p nucleus of an older policy."""
     base = arithmetic_ppo()
-    assert isinstance(base.algorithm, PpoConfig)
+    assert isinstance(base.algorithm, algos.PpoConfig)
     return replace(base, algorithm=replace(base.algorithm, mask_top_p=0.9))
 
 
@@ -201,10 +176,10 @@ def arithmetic_vc_ppo() -> ExperimentConfig:
     """
     return replace(
         arithmetic_ppo(),
-        algorithm=PpoConfig(critic=CRITIC, lam=0.95),
+        algorithm=algos.PpoConfig(critic=_critic(), lam=0.95),
         phases=(
             Phase(
-                ValuePretrainingConfig(CRITIC),
+                algos.ValuePretrainingConfig(_critic()),
                 until=PRETRAINING,
                 ends_when_flat=Plateau("value/explained_variance", over=8, gain=0.02),
             ),
@@ -223,8 +198,10 @@ def arithmetic_vapo() -> ExperimentConfig:
     """
     return replace(
         arithmetic_vc_ppo(),
-        algorithm=PpoConfig(critic=CRITIC, lam_alpha=0.5, clip_high=0.28, positive_coef=0.1),
-        phases=(Phase(ValuePretrainingConfig(CRITIC), until=VAPO_PRETRAINING),),
+        algorithm=algos.PpoConfig(
+            critic=_critic(), lam_alpha=0.5, clip_high=0.28, positive_coef=0.1
+        ),
+        phases=(Phase(algos.ValuePretrainingConfig(_critic()), until=VAPO_PRETRAINING),),
         steps=VAPO_PRETRAINING + 80,
         batch=replace(arithmetic_vc_ppo().batch, prompts=32, group_size=8),
     )
@@ -238,7 +215,7 @@ def arithmetic_reinforce() -> ExperimentConfig:
     ReMax is
     `--algorithm.baseline greedy --algorithm.no-whiten --algorithm.loss-aggregation constant_length`
     """
-    return replace(arithmetic_ppo(), algorithm=ReinforceConfig())
+    return replace(arithmetic_ppo(), algorithm=algos.ReinforceConfig())
 
 
 def arithmetic_nash_md() -> ExperimentConfig:
@@ -247,7 +224,7 @@ def arithmetic_nash_md() -> ExperimentConfig:
 
     A right answer wins against a wrong one with the chance sigmoid(5).
     """
-    algorithm = ReinforceConfig(
+    algorithm = algos.ReinforceConfig(
         whiten=False, opponent_mix=0.5, loss_aggregation="sequence_sum", kl_reward_coef=0.01
     )
     return replace(arithmetic_ppo(), algorithm=algorithm, reward=("5*arithmetic",))
@@ -261,7 +238,7 @@ def arithmetic_a_star_po() -> ExperimentConfig:
     """
     return replace(
         arithmetic_ppo(),
-        algorithm=AStarPoConfig(beta=0.05),
+        algorithm=algos.AStarPoConfig(beta=0.05),
         batch=BatchConfig(prompts=64, group_size=1, row_length=256, micro_batch_rows=8),
     )
 
@@ -279,7 +256,7 @@ def arithmetic_dpo() -> ExperimentConfig:
     """
     return replace(
         arithmetic_grpo(),
-        algorithm=DpoConfig(pairs="reference", beta=0.3),
+        algorithm=algos.DpoConfig(pairs="reference", beta=0.3),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=5),
         batch=BatchConfig(prompts=64, group_size=8, row_length=256, micro_batch_rows=8),
         evaluation=EvaluationConfig(rows=500, interval=20),
@@ -290,7 +267,7 @@ def arithmetic_dpo() -> ExperimentConfig:
 def arithmetic_xpo() -> ExperimentConfig:
     """XPO (arXiv 2405.21046) on the default run's problems: online DPO whose pairs are a completion
     of the policy and one of the reference, with an optimistic term."""
-    algorithm = DpoConfig(pairs="policy_and_reference", beta=0.3, optimism_coef=1e-3)
+    algorithm = algos.DpoConfig(pairs="policy_and_reference", beta=0.3, optimism_coef=1e-3)
     return replace(arithmetic_dpo(), algorithm=algorithm)
 
 
@@ -304,7 +281,7 @@ def arithmetic_bco() -> ExperimentConfig:
     """
     return replace(
         arithmetic_dpo(),
-        algorithm=KtoConfig(loss="bco", beta=0.3, pairs="reference"),
+        algorithm=algos.KtoConfig(loss="bco", beta=0.3, pairs="reference"),
         batch=replace(arithmetic_dpo().batch, prompts=32),
         evaluation=replace(arithmetic_dpo().evaluation, rows=1000, interval=40),
         steps=160,
@@ -330,7 +307,7 @@ def arithmetic_gkd() -> ExperimentConfig:
     """
     return replace(
         arithmetic_grpo(),
-        algorithm=DistillConfig(teacher=TEACHER, beta=1.0),
+        algorithm=algos.DistillConfig(teacher=TEACHER, beta=1.0),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
         batch=BatchConfig(prompts=64, group_size=1, row_length=256, micro_batch_rows=8),
         steps=60,
@@ -340,13 +317,13 @@ def arithmetic_gkd() -> ExperimentConfig:
 def arithmetic_sequence_distil() -> ExperimentConfig:
     """Sequence-level distillation on arithmetic: the shipped model imitates samples of the teacher
     of arithmetic_gkd."""
-    return replace(arithmetic_gkd(), algorithm=SftConfig(teacher=TEACHER))
+    return replace(arithmetic_gkd(), algorithm=algos.SftConfig(teacher=TEACHER))
 
 
 def arithmetic_mini_llm() -> ExperimentConfig:
     """MiniLLM (arXiv 2306.08543) on arithmetic: the reverse KL of whole completions to the teacher
     of arithmetic_gkd."""
-    return replace(arithmetic_gkd(), algorithm=MiniLlmConfig(teacher=TEACHER))
+    return replace(arithmetic_gkd(), algorithm=algos.MiniLlmConfig(teacher=TEACHER))
 
 
 def arithmetic_align_distil() -> ExperimentConfig:
@@ -374,7 +351,7 @@ def arithmetic_align_distil() -> ExperimentConfig:
     """
     return replace(
         arithmetic_gkd(),
-        algorithm=DistillConfig(
+        algorithm=algos.DistillConfig(
             teacher="runs/arithmetic_dpo/model",
             teacher_reverse="runs/arithmetic_dpo_reverse/model",
             target="contrastive",
@@ -397,7 +374,7 @@ def arithmetic_reward_model() -> ExperimentConfig:
     """
     return replace(
         arithmetic_grpo(),
-        algorithm=RewardModelConfig(
+        algorithm=algos.RewardModelConfig(
             pairs="reference", heads=3, penalty=1.0, margin_coef=0.0, centering_coef=0.01
         ),
         data=ArithmeticData(
@@ -423,7 +400,7 @@ def arithmetic_process_reward() -> ExperimentConfig:
     """
     return replace(
         arithmetic_reward_model(),
-        algorithm=ProcessRewardConfig(steps="reference", separators=(SEMICOLON,)),
+        algorithm=algos.ProcessRewardConfig(steps="reference", separators=(SEMICOLON,)),
         data=arithmetic_grpo().data,
         batch=BatchConfig(prompts=64, group_size=4, row_length=256, micro_batch_rows=8),
         evaluation=EvaluationConfig(rows=300, interval=50),
@@ -441,7 +418,7 @@ def arithmetic_sentence_reward() -> ExperimentConfig:
     """
     return replace(
         arithmetic_reward_model(),
-        algorithm=SentenceRewardConfig(
+        algorithm=algos.SentenceRewardConfig(
             (SEMICOLON,), margin_coef=0.0, centering_coef=0.01, pairs="reference"
         ),
         evaluation=replace(arithmetic_reward_model().evaluation, rows=1000),
@@ -458,10 +435,18 @@ def arithmetic_q_sharp() -> ExperimentConfig:
         python launch/evaluate.py builtin:arithmetic --guide runs/arithmetic_q_sharp \\
             --kl-coef 1 0.5 0.2 0.1 0.05
     """
+    # The paper's weights and its filter, with which docs/benchmarks/q_sharp.md was measured.
+    algorithm = algos.QSharpConfig(
+        layers=1,
+        prompts=256,
+        candidates=8,
+        loss_aggregation="sequence_mean",
+        drop_equal_returns=True,
+    )
     return replace(
         arithmetic_grpo(),
-        algorithm=Q_SHARP,
-        phases=(Phase(Q_SHARP, until=60, reset_roles=("q",)),),
+        algorithm=algorithm,
+        phases=(Phase(algorithm, until=60, reset_roles=("q",)),),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=10),
         batch=BatchConfig(prompts=16, group_size=16, row_length=128, micro_batch_rows=16),
         evaluation=EvaluationConfig(rows=500, interval=60),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpu_rl.algos import GrpoConfig, PpoConfig, SftConfig
+from tpu_rl import algos
 from tpu_rl.commands.config import (
     BatchConfig,
     CheckpointConfig,
@@ -13,17 +13,11 @@ from tpu_rl.commands.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl.environments import (
-    MiniShellData,
-    PuzzlesData,
-    ReasoningGymData,
-    ReverseData,
-    SearchData,
-)
-from tpu_rl.environments.mini_shell import MAX_COMMANDS
-from tpu_rl.environments.reasoning import SHORT
-from tpu_rl.environments.search import MAX_SEARCHES
-from tpu_rl.losses.value_loss import Critic
+from tpu_rl.tasks.mini_shell import MAX_COMMANDS, MiniShellData
+from tpu_rl.tasks.puzzles import PuzzlesData
+from tpu_rl.tasks.reasoning import SHORT, ReasoningGymData
+from tpu_rl.tasks.reverse import ReverseData
+from tpu_rl.tasks.search import MAX_SEARCHES, SearchData
 from tpu_rl.train.optimizers import OptimizerConfig
 
 
@@ -35,7 +29,7 @@ def mini_shell_sft() -> ExperimentConfig:
     use the shell.
     """
     return ExperimentConfig(
-        algorithm=SftConfig(),
+        algorithm=algos.SftConfig(),
         data=MiniShellData(),
         environment="mini_shell",
         model=ModelConfig(path="builtin:mini_shell", random_init=True, remat="none"),
@@ -66,7 +60,7 @@ def mini_shell_grpo() -> ExperimentConfig:
     where a file is before it acts."""
     return replace(
         mini_shell_sft(),
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         model=ModelConfig(path="runs/mini_shell_sft/model", remat="none"),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
         batch=BatchConfig(prompts=32, group_size=8, row_length=128, micro_batch_rows=16),
@@ -81,7 +75,7 @@ def mini_shell_ppo() -> ExperimentConfig:
     mini_shell_grpo."""
     return replace(
         mini_shell_grpo(),
-        algorithm=PpoConfig(critic=Critic(learning_rate_scale=5.0)),
+        algorithm=algos.PpoConfig(critic=algos.Critic(learning_rate_scale=5.0)),
         batch=BatchConfig(prompts=256, group_size=1, row_length=128, micro_batch_rows=16),
     )
 
@@ -122,7 +116,7 @@ def search_calls() -> ExperimentConfig:
     """
     return replace(
         search_sft(),
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         model=ModelConfig(path="runs/search_sft/model", remat="none"),
         reward=("0.5*search_called", "0.5*search_format"),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
@@ -161,7 +155,7 @@ def reasoning_gym_grpo() -> ExperimentConfig:
     reasoning_gym:NAME,NAME.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         data=ReasoningGymData(),
         environment=f"reasoning_gym:{','.join(SHORT)}",
         model=ModelConfig(remat="none"),
@@ -182,10 +176,10 @@ def reverse_grpo() -> ExperimentConfig:
     The model has never seen the task. The reward counts the digits that are right and in their
     place, so that a better answer earns more long before a whole one is right; the evaluation
     counts whole answers. It shows how little a new task needs: one file,
-    `tpu_rl/environments/reverse.py`, its row in the table of tasks, and this preset.
+    `tpu_rl/tasks/reverse.py`, its row in the table of tasks, and this preset.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         data=ReverseData(alphabet="0123456789", min_length=2, max_length=3),
         model=ModelConfig(path="builtin:arithmetic"),
         reward=("reverse_characters",),
@@ -207,7 +201,7 @@ def puzzles_grpo() -> ExperimentConfig:
     model answers behind a "#": begin with puzzles_sft.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         data=PuzzlesData(),
         reward=("puzzles",),
         model=ModelConfig(remat="none"),
@@ -227,4 +221,4 @@ def puzzles_sft() -> ExperimentConfig:
     """
     base = puzzles_grpo()
     batch = replace(base.batch, group_size=1)
-    return replace(base, algorithm=SftConfig(), batch=batch)
+    return replace(base, algorithm=algos.SftConfig(), batch=batch)

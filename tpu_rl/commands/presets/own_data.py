@@ -4,25 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpu_rl.algos import (
-    DirectAdvantageConfig,
-    DistillConfig,
-    DpoConfig,
-    GrpoConfig,
-    KtoConfig,
-    MixedConfig,
-    PpoConfig,
-    PrimeConfig,
-    ProcessRewardConfig,
-    QSharpConfig,
-    ReinforceConfig,
-    RewardModelConfig,
-    RftConfig,
-    ScoredCompletionsConfig,
-    SelfDistillConfig,
-    SftConfig,
-    UnlearnConfig,
-)
+from tpu_rl import algos
 from tpu_rl.commands.config import (
     BatchConfig,
     CheckpointConfig,
@@ -33,8 +15,6 @@ from tpu_rl.commands.config import (
     SamplingConfig,
 )
 from tpu_rl.train.optimizers import OptimizerConfig
-
-Q_SHARP = QSharpConfig()
 
 
 def grpo() -> ExperimentConfig:
@@ -49,7 +29,7 @@ def grpo() -> ExperimentConfig:
     several learning rates. On TPUs and GPUs use `--model.dtype bfloat16`.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         data=FileData(),
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
         batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=0),
@@ -69,7 +49,7 @@ def mixed() -> ExperimentConfig:
     Rows are those of the preset grpo, with a column `solution`: a text, as the model should write
     it. `--algorithm.method` selects what is learned from it.
     """
-    return replace(grpo(), algorithm=MixedConfig())
+    return replace(grpo(), algorithm=algos.MixedConfig())
 
 
 def prime() -> ExperimentConfig:
@@ -82,7 +62,7 @@ def prime() -> ExperimentConfig:
     `--algorithm.min-reward` are successes, from which a second model learns what each token is
     worth.
     """
-    algorithm = PrimeConfig(advantages="leave_one_out")
+    algorithm = algos.PrimeConfig(advantages="leave_one_out")
     return replace(grpo(), algorithm=algorithm)
 
 
@@ -96,7 +76,10 @@ def self_distill() -> ExperimentConfig:
     """
     base = grpo()
     return replace(
-        base, algorithm=SelfDistillConfig(), batch=replace(base.batch, group_size=1), reward=()
+        base,
+        algorithm=algos.SelfDistillConfig(),
+        batch=replace(base.batch, group_size=1),
+        reward=(),
     )
 
 
@@ -109,7 +92,7 @@ def direct_advantage() -> ExperimentConfig:
     Rows are those of the preset grpo. The separators are the ids of the tokens that end a step, as
     in the training of the process reward model.
     """
-    return replace(grpo(), algorithm=DirectAdvantageConfig())
+    return replace(grpo(), algorithm=algos.DirectAdvantageConfig())
 
 
 def sft() -> ExperimentConfig:
@@ -123,7 +106,7 @@ def sft() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=SftConfig(),
+        algorithm=algos.SftConfig(),
         optimizer=replace(base.optimizer, learning_rate=2e-5, schedule="cosine"),
         batch=replace(base.batch, group_size=1),
     )
@@ -138,7 +121,7 @@ def unlearn() -> ExperimentConfig:
     without them nothing holds the rest of the model. `--algorithm.loss gradient_ascent` is the
     control.
     """
-    return replace(sft(), algorithm=UnlearnConfig())
+    return replace(sft(), algorithm=algos.UnlearnConfig())
 
 
 def rft() -> ExperimentConfig:
@@ -156,7 +139,7 @@ def rft() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=RftConfig(),
+        algorithm=algos.RftConfig(),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
     )
 
@@ -173,7 +156,7 @@ def dpo() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=DpoConfig(),
+        algorithm=algos.DpoConfig(),
         batch=replace(base.batch, group_size=1),
     )
 
@@ -190,7 +173,7 @@ def scored_completions() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=ScoredCompletionsConfig(),
+        algorithm=algos.ScoredCompletionsConfig(),
         batch=replace(base.batch, group_size=4),
     )
 
@@ -206,7 +189,7 @@ def kto() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=KtoConfig(),
+        algorithm=algos.KtoConfig(),
         batch=replace(base.batch, group_size=1),
     )
 
@@ -222,7 +205,7 @@ def ppo() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=PpoConfig(),
+        algorithm=algos.PpoConfig(),
         batch=replace(base.batch, prompts=256, group_size=1),
     )
 
@@ -239,7 +222,7 @@ def reinforce() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=ReinforceConfig(),
+        algorithm=algos.ReinforceConfig(),
         batch=replace(base.batch, prompts=256, group_size=1),
     )
 
@@ -254,7 +237,7 @@ def distill() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=DistillConfig(teacher=""),
+        algorithm=algos.DistillConfig(teacher=""),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
         batch=replace(base.batch, group_size=1),
     )
@@ -274,7 +257,7 @@ def reward_model() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=RewardModelConfig(centering_coef=0.01),
+        algorithm=algos.RewardModelConfig(centering_coef=0.01),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
         batch=replace(base.batch, group_size=1),
     )
@@ -292,7 +275,7 @@ def process_reward() -> ExperimentConfig:
     base = grpo()
     return replace(
         base,
-        algorithm=ProcessRewardConfig(),
+        algorithm=algos.ProcessRewardConfig(),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
         batch=replace(base.batch, group_size=1),
     )
@@ -308,10 +291,11 @@ def q_sharp() -> ExperimentConfig:
     second, the policy guided by the first q writes the prefixes, and q is trained again.
     """
     base = grpo()
+    algorithm = algos.QSharpConfig()
     return replace(
         base,
-        algorithm=Q_SHARP,
-        phases=(Phase(Q_SHARP, until=100, reset_roles=("q",)),),
+        algorithm=algorithm,
+        phases=(Phase(algorithm, until=100, reset_roles=("q",)),),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
         batch=replace(base.batch, prompts=16, group_size=16),
         evaluation=replace(base.evaluation, interval=100),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpu_rl.algos import GrpoConfig, SftConfig
+from tpu_rl import algos
 from tpu_rl.commands.config import (
     BatchConfig,
     CheckpointConfig,
@@ -13,7 +13,7 @@ from tpu_rl.commands.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl.environments import PicturesData
+from tpu_rl.tasks.pictures import PicturesData
 from tpu_rl.train.optimizers import OptimizerConfig
 
 
@@ -25,7 +25,7 @@ def pictures_sft() -> ExperimentConfig:
     to choose from. `--data.control blank` and `--data.control shuffled` are the controls.
     """
     return ExperimentConfig(
-        algorithm=SftConfig(),
+        algorithm=algos.SftConfig(),
         data=PicturesData(),
         model=ModelConfig(path="builtin:pictures", random_init=True),
         reward=("pictures",),
@@ -47,7 +47,7 @@ def pictures_grpo() -> ExperimentConfig:
     base = pictures_sft()
     return replace(
         base,
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         model=ModelConfig(path="runs/pictures_sft/model"),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=20),
         # With 32 prompts, accuracy fell by 10 points in the first 20 steps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpu_rl.algos import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from tpu_rl import algos
 from tpu_rl.commands.config import (
     BatchConfig,
     CheckpointConfig,
@@ -30,7 +30,7 @@ def gsm8k_grpo() -> ExperimentConfig:
     with your own function.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(clip_high=0.28),
+        algorithm=algos.GrpoConfig(clip_high=0.28),
         data=FileData(
             format="gsm8k",
             instruction="\nReason step by step and end with #### and the final number.",
@@ -77,7 +77,7 @@ def gsm8k_dpo() -> ExperimentConfig:
     those of GSM8K's test set, so evaluate the trained model on other problems.
     """
     return ExperimentConfig(
-        algorithm=DpoConfig(beta=0.1),
+        algorithm=algos.DpoConfig(beta=0.1),
         data=FileData(format="gsm8k_solutions"),
         model=ModelConfig(path="builtin:gsm8k_scratch", random_init=True),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=20),
@@ -102,7 +102,7 @@ def gsm8k_reward_model() -> ExperimentConfig:
     """
     return replace(
         gsm8k_dpo(),
-        algorithm=RewardModelConfig(centering_coef=0.01),
+        algorithm=algos.RewardModelConfig(centering_coef=0.01),
         optimizer=OptimizerConfig(
             learning_rate=1e-3, warmup_steps=20, schedule="cosine", weight_decay=0.1, beta2=0.98
         ),
@@ -119,7 +119,7 @@ def calculator_sft() -> ExperimentConfig:
     Without the calculator: python launch/evaluate.py RUN_DIR --environment "".
     """
     return ExperimentConfig(
-        algorithm=SftConfig(),
+        algorithm=algos.SftConfig(),
         data=FileData(format="gsm8k", instruction="\n"),
         environment="calculator",
         model=ModelConfig(path="builtin:gsm8k_scratch", random_init=True, remat="none"),
@@ -156,7 +156,7 @@ def code_grpo() -> ExperimentConfig:
     --allow-unsandboxed-code.
     """
     return ExperimentConfig(
-        algorithm=GrpoConfig(clip_high=0.28),
+        algorithm=algos.GrpoConfig(clip_high=0.28),
         data=FileData(
             format="code", instruction="\nAnswer with one Python program in a fenced block."
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpu_rl.algos import DpoConfig, GrpoConfig, QSharpConfig, ReinforceConfig, SftConfig
+from tpu_rl import algos
 from tpu_rl.commands.config import (
     BatchConfig,
     CheckpointConfig,
@@ -13,7 +13,7 @@ from tpu_rl.commands.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl.environments import StarGraph, StarGraphData
+from tpu_rl.tasks.star_graph import StarGraph, StarGraphData
 from tpu_rl.train.optimizers import OptimizerConfig
 
 GRAPH = StarGraph(degree=2, length=4, nodes=20)
@@ -27,7 +27,7 @@ def star_graph_pretrain() -> ExperimentConfig:
     model.
     """
     return ExperimentConfig(
-        algorithm=SftConfig(),
+        algorithm=algos.SftConfig(),
         data=StarGraphData(graph=GRAPH, split="train"),
         model=ModelConfig(path="builtin:star_graph", random_init=True),
         reward=("star_graph",),
@@ -70,7 +70,7 @@ def star_graph_grpo() -> ExperimentConfig:
     shortcut?"""
     return replace(
         star_graph_pretrain(),
-        algorithm=GrpoConfig(),
+        algorithm=algos.GrpoConfig(),
         data=replace(star_graph_pretrain().data, split="post"),
         model=ModelConfig(path="runs/star_graph_pretrain/model"),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=5),
@@ -84,7 +84,7 @@ def star_graph_grpo() -> ExperimentConfig:
 def star_graph_reinforce() -> ExperimentConfig:
     """REINFORCE on star graphs, with advantages whitened over the batch, on as many paths as
     star_graph_grpo."""
-    return replace(star_graph_grpo(), algorithm=ReinforceConfig())
+    return replace(star_graph_grpo(), algorithm=algos.ReinforceConfig())
 
 
 def star_graph_dpo() -> ExperimentConfig:
@@ -93,7 +93,7 @@ def star_graph_dpo() -> ExperimentConfig:
 
     RPO adds the likelihood of the right path to the loss: `--algorithm.rpo-coef 1`.
     """
-    return replace(star_graph_grpo(), algorithm=DpoConfig(pairs="reference"))
+    return replace(star_graph_grpo(), algorithm=algos.DpoConfig(pairs="reference"))
 
 
 def star_graph_q_sharp() -> ExperimentConfig:
@@ -115,7 +115,9 @@ def star_graph_q_sharp() -> ExperimentConfig:
     base = star_graph_grpo()
     return replace(
         base,
-        algorithm=QSharpConfig(candidates=4, prompts=262_144, roll_in="none", next_token_coef=0.1),
+        algorithm=algos.QSharpConfig(
+            candidates=4, prompts=262_144, roll_in="none", next_token_coef=0.1
+        ),
         data=replace(base.data, rows=1_000_000),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, beta2=0.98),
         # A row of 128 tokens holds four graphs with two paths each.

@@ -1,0 +1,293 @@
+"""Serve a model or a run over HTTP, with OpenAI's and vLLM's routes.
+
+    python launch/serve.py MODEL_OR_RUN_DIR [--port 8000] [--max-model-len N]
+    curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+Of a run folder, the newest checkpoint is served. A model is a directory, a hub id or
+builtin:arithmetic. The routes are /v1/models, /v1/chat/completions, /v1/completions,
+/inference/v1/generate and /health. Answers hold token ids and, on demand, log-probs. Only programs
+of this machine reach the server, unless --host and --api-key are given. Ctrl-C ends it.
+
+With --tinker, the routes are those that the package `tinker` calls: loops that train adapters on
+the model, and sample from them, run elsewhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+import tyro
+
+from tpu_rl import models
+from tpu_rl.checkpoint import remote_run
+from tpu_rl.commands import compose, roles, saved_run
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.commands.serve import model_app
+from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.runtime import compilation_cache
+from tpu_rl.sampler import TurnRequest
+from tpu_rl.sampler.config import TEMPERATURES, is_temperature
+from tpu_rl.serving import app, server
+from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.tinker.app import TinkerApp
+from tpu_rl.tinker.learner import Learner
+from tpu_rl.tinker.service import Service
+from tpu_rl.tinker.store import Store
+from tpu_rl.tokenizers import TokenizerConfig
+
+KEY_VARIABLE = "TPU_RL_API_KEY"
+WARM_UP = -1
+"""The conversation that compiles the programs."""
+POLL_SECONDS = 0.25
+MOST_RANK = 128
+OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "remat", "state_dir")
+"""Flags that need --tinker."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    model: tyro.conf.Positional[str]
+    """A run folder, a model directory, or a hub id."""
+    host: str = server.LOOPBACK
+    """Address to listen at. One that other machines reach needs --api-key."""
+    port: int = 8000
+    """0 is any free port."""
+    api_key: str | None = None
+    """Key that requests must have (Authorization: Bearer KEY). The default is the value of the
+    environment variable TPU_RL_API_KEY, which no list of processes shows."""
+    max_model_len: int | None = None
+    """Tokens of a conversation, prompt included. The default is that of the run, or what the model
+    was trained for, at most 4096."""
+    max_num_seqs: int = 8
+    """Completions decoded at once."""
+    temperature: float = 1.0
+    """The default of requests. Each other temperature that a request asks for compiles programs of
+    its own."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The default is the run's."""
+    images: bool = False
+    """Read images with a model directory of Gemma 3 or 4, as --model.images in training."""
+    min_pixels: int | None = None
+    """The least pixels that images are scaled to, as --data.min-pixels in training. The default is
+    the run's, or that of the model's preprocessor_config.json."""
+    max_pixels: int | None = None
+    """The most pixels, in the same way."""
+    tinker: bool = False
+    """Serve the API of Tinker: clients train adapters on the model, and sample from them. Keys must
+    begin with tml-."""
+    served_model_name: str | None = None
+    """--tinker: the name by which clients ask for the model, besides MODEL itself."""
+    max_lora_rank: int = 32
+    """--tinker: the largest rank of an adapter, at most 128. Adapters of smaller ranks take as much
+    memory and time."""
+    max_loras: int = 16
+    """--tinker: training clients at once."""
+    remat: Literal["full", "save-dots", "none"] = "full"
+    """--tinker: what the backward pass computes again, as --model.remat in training. "none" is the
+    fastest and takes the most memory."""
+    state_dir: Path = Path("runs/tinker")
+    """--tinker: the folder of saved states."""
+
+
+def main(argv: list[str]) -> int:
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("serve"), description=__doc__)
+    try:
+        check(flags)
+        server.require_uvicorn()
+        pixels = (flags.min_pixels, flags.max_pixels)
+        config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
+        bound = server.bind(flags.host, flags.port)
+        compilation_cache.enable()
+        (serve_tinker if flags.tinker else serve)(flags, config, bound)
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def api_key(flags: Flags) -> str | None:
+    """Return the key that requests must have, or None."""
+    return flags.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def check(flags: Flags) -> None:
+    """Check the flags.
+
+    Raises:
+        InputError: if a number is out of range, or others could reach a server without a key.
+    """
+    for name in ("max_model_len", "max_num_seqs", "max_loras", "max_lora_rank"):
+        value = getattr(flags, name)
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and value < 1 + (name == "max_model_len"):
+            raise InputError(f"{flag} is {value}", where=flag, fix="give a larger number")
+    least, most = TEMPERATURES
+    if not is_temperature(flags.temperature):
+        raise InputError(
+            f"--temperature is {flags.temperature}",
+            where="--temperature",
+            why="other temperatures make numbers that float32 cannot hold",
+            fix=f"use 0, or {least:g} to {most:g}",
+        )
+    if not server.is_loopback(flags.host) and api_key(flags) is None:
+        raise InputError(
+            "other machines could use the server without a key",
+            where=f"--host {flags.host}",
+            fix=f"give --api-key or set {KEY_VARIABLE}; or leave out --host",
+        )
+    if not flags.tinker:
+        given = [name for name in OF_TINKER if getattr(flags, name) != getattr(Flags(""), name)]
+        if given:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise InputError(f"{flag} is a setting of --tinker", where=flag, fix="give --tinker")
+        return
+    key = api_key(flags)
+    is_wrong_key = key is not None and not key.startswith("tml-")
+    for flag, is_wrong, why in (
+        ("--tokenizer", flags.tokenizer != TokenizerConfig(), "clients load their own tokenizer"),
+        ("--temperature", flags.temperature != 1.0, "each request of a client has its own"),
+        ("--max-lora-rank", flags.max_lora_rank > MOST_RANK, f"the most is {MOST_RANK}"),
+        ("--api-key", is_wrong_key, "the client accepts keys only that begin with tml-"),
+    ):
+        if is_wrong:
+            raise InputError(f"{flag} does not go with --tinker", where=flag, why=why, fix="see -h")
+
+
+def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
+    """Load the model, and answer requests until a signal comes."""
+    language, params = saved_run.load_language(flags.model, config)
+    length = flags.max_model_len or saved_run.trained_length(flags.model, config)
+    key = api_key(flags)
+    accounts: list[app.Account] = []
+
+    def find_account(given: str | None) -> app.Account | None:
+        is_right = key is None or hmac.compare_digest((given or "").encode(), key.encode())
+        return accounts[0] if is_right else None
+
+    name = Path(flags.model).name or flags.model
+    application = model_app.make(
+        model_app.Sizes(length, flags.max_num_seqs),
+        language,
+        params,
+        name,
+        Distribution(flags.temperature),
+        find_account,
+        is_open=key is None,
+    )
+    pump = application.pump
+    numbers = itertools.count()
+    idle = 2 * flags.max_num_seqs
+    accounts.append(app.Account(language.tokenizer, numbers, most_idle=idle))
+    print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
+    warm_up(pump, application.default, language)
+    running = server.Server(application, bound)
+    running.start()
+    page = f"{running.url.removesuffix('v1')} in a browser talks to it"
+    line = f"serving {flags.model} at {running.url}; {page} (Ctrl-C ends it)"
+    print(line, file=sys.stderr, flush=True)
+    is_over = watch_signals(pump.wake)
+    try:
+        while not is_over():
+            decode(pump)
+    finally:
+        pump.end(InputError("the server ends"))
+        running.stop()
+
+
+def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
+    """Load the model, and answer clients of Tinker until a signal comes."""
+    if remote_run.is_run(flags.model):
+        raise InputError(
+            "--tinker serves models, not runs",
+            where=flags.model,
+            why="adapters are saved with the name of their base",
+            fix=f"export the run, and give its folder: {typed_command('export')} {flags.model}",
+        )
+    language, params = saved_run.load_language(flags.model, config)
+    length = flags.max_model_len or saved_run.trained_length(flags.model, config)
+    language.model.config.require_length(length, "--max-model-len")
+    path = roles.model_path(flags.model)
+    directory = str(Path(path).resolve()) if Path(path).is_dir() else path
+    mesh = compose.make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        model = models.with_remat(language.model, flags.remat)
+        learner = Learner(model, params, mesh, flags.max_lora_rank, length)
+        saved = Store(flags.state_dir, learner, directory)
+        slots = flags.max_num_seqs
+        runs = flags.max_loras
+        service = Service(learner, language.tokenizer, saved, num_slots=slots, most_runs=runs)
+    names = (flags.served_model_name, directory, flags.model)
+    key = api_key(flags)
+    application = TinkerApp(
+        service,
+        language.tokenizer,
+        tuple(dict.fromkeys(name for name in names if name)),
+        directory,
+        lambda given: key is None or hmac.compare_digest((given or "").encode(), key.encode()),
+        is_open=key is None,
+    )
+    running = server.Server(application, bound)
+    running.start()
+    url = running.url.removesuffix("/v1")
+    print(
+        f"serving {application.names[0]} to clients of Tinker (Ctrl-C ends it):\n"
+        f"  export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-local' if key is None else 'KEY'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    is_over = watch_signals(service.wake)
+    with jax.set_mesh(mesh):
+        try:
+            while not is_over():
+                service.step(POLL_SECONDS)
+        finally:
+            service.end()
+            running.stop()
+
+
+def decode(pump: Pump) -> None:
+    """Decode one segment. If that fails, as without memory for it, its calls get the error."""
+    try:
+        pump.step(POLL_SECONDS)
+    except Exception as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        pump.fail(error)
+
+
+def warm_up(pump: Pump, distribution: Distribution, language: roles.Language) -> None:
+    """Compile the programs of a first and of a second turn."""
+    prompt = [language.tokenizer.pad_id]
+    for _ in range(2):
+        request = TurnRequest(WARM_UP, prompt, np.zeros(2, np.uint32), 1)
+        future = pump.ask(distribution, request)
+        while not future.done():
+            pump.step(0.0)
+        prompt = [*prompt, *future.result().tokens, *prompt]
+    pump.close(WARM_UP)
+
+
+def watch_signals(wake: Callable[[], None]) -> Callable[[], bool]:
+    """Return a function that says whether Ctrl-C or SIGTERM came. A second Ctrl-C ends at once."""
+    came: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        del frame
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        wake()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return lambda: bool(came)

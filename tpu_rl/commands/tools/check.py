@@ -1,0 +1,82 @@
+"""Prove that an algorithm of your own keeps the contract that the built-in algorithms keep.
+
+    python launch/check.py FILE.py:FACTORY|NAME [--NAME VALUE ...]
+
+This runs the proofs of `tpu_rl.proofs` on tiny models and data, on the CPU, and prints one line per
+proof. Fields of the algorithm's configuration are flags. The exit code is 0 if all proofs hold, 1
+if one fails, and 2 if the algorithm cannot be loaded. docs/how-to/adding_an_algorithm.md explains
+each proof.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import tyro
+
+from tpu_rl.algos import factory_of, plugins
+from tpu_rl.errors import TpuRlError, typed_command
+from tpu_rl.proofs import PROOFS, Battery, case_of
+from tpu_rl.redaction import redact
+
+ProofName = Literal["cut", "shape", "order", "mask", "learned", "gradient", "bits"]
+
+
+@dataclass(frozen=True)
+class Flags:
+    algorithm: tyro.conf.Positional[str]
+    """FILE.py:FACTORY, or the name of a built-in algorithm, such as grpo."""
+    skip: list[ProofName] = field(default_factory=list)
+    """Proofs to leave out, such as "gradient" for a loss that stops gradients by design."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    flags, settings = tyro.cli(
+        Flags,
+        args=argv,
+        prog=typed_command("check"),
+        description=__doc__,
+        return_unknown_args=True,
+    )
+    # The proofs need float64, and no accelerator that another program may hold.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        config_class = plugins.find(flags.algorithm)
+        config = tyro.cli(
+            config_class, args=settings, prog=f"{typed_command('check')} {flags.algorithm}"
+        )
+        battery = Battery(case_of(factory_of(config_class), config))
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    failed = []
+    for name, proof in PROOFS.items():
+        text = proof.__name__.replace("_", " ")
+        if name in flags.skip:
+            print(f"skipped {name:<8} {text}")
+            continue
+        reason = failure(name, battery)
+        print(f"{'FAILED' if reason else 'ok':<7} {name:<8} {text}", flush=True)
+        if reason:
+            print(redact(textwrap.indent(textwrap.fill(reason, 83), " " * 17)), flush=True)
+            failed.append(name)
+    print(f"{flags.algorithm}: {', '.join(failed)} failed" if failed else f"{flags.algorithm}: ok")
+    return 1 if failed else 0
+
+
+def failure(name: str, battery: Battery) -> str:
+    """Run a proof and return the reason why it fails, or ""."""
+    try:
+        PROOFS[name](battery)
+    except AssertionError as error:
+        return str(error)
+    # The user's program may raise anything.
+    except Exception as error:
+        message = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {message[0] if message else ''}"
+    return ""

@@ -1,0 +1,170 @@
+"""Preference pairs and judged completions: given by the data, or sampled and told apart by rewards.
+
+Sampled completions bring the log-probs of the policy that sampled them. For given pairs see
+`reference_log_probs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpu_rl import data
+from tpu_rl.data import Row
+from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
+from tpu_rl.experience.sources import pairing
+from tpu_rl.rollout import dynamic_sampling
+from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.scoring import Scored
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Pairs, TrainState
+
+ToPairs = Callable[[Sequence[Row]], Pairs]
+"""Rows of pairs -> their token ids, two completions per row."""
+
+
+def sampled_pair_source(
+    engine: Engine,
+    stream: data.RowStream,
+    batch: BatchConfig,
+    graded: bool,
+    dynamic_sampling_rounds: int = 0,
+    only_needed: bool = False,
+) -> Source:
+    """Return the source of pairs of sampled completions: of each prompt a good and a bad one.
+
+    With `graded`, each completion stands for itself, with True if it is good. The last two
+    arguments are those of `rollouts.rollout_source`.
+    """
+    num_completions = batch.prompts * batch.group_size
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        def roll_out(rows: list[Row], round_: int) -> Scored:
+            request = RolloutRequest(rows, step, round_ * num_completions, int(state.step))
+            return engine.roll_out(state.params, request)
+
+        scored = dynamic_sampling.collect(
+            stream.take if only_needed else lambda _: next(stream)[1],
+            roll_out,
+            batch.prompts,
+            dynamic_sampling_rounds,
+            only_needed,
+        )
+        pairs, num_without = pairing.grade(scored) if graded else pairing.pair_up(scored)
+        num_groups = len(np.unique(pairs.group_id))
+        experience = from_scored(scored, step, pairs)
+        experience.metrics["preference/pairs"] = num_groups - num_without
+        experience.metrics["preference/no_pair"] = num_without / num_groups
+        return experience
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def opposed_pair_source(policy: Engine, opponent: Engine, stream: data.RowStream) -> Source:
+    """Return the source of pairs of a completion of the policy and one of its opponent."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
+        of_policy = policy.roll_out(state.params, request)
+        of_opponent = opponent.roll_out(state.params, request)
+        pairs, num_without = pairing.pair_with(of_policy, of_opponent)
+        experience = from_scored(of_policy, step, pairs)
+        opposed = from_scored(of_opponent, step)
+        experience.records.extend(record | {"by": "opponent"} for record in opposed.records)
+        experience.warnings.extend(opposed.warnings)
+        num_pairs = len(of_policy.rewards)
+        experience.metrics["preference/pairs"] = num_pairs - num_without
+        experience.metrics["preference/no_pair"] = num_without / num_pairs
+        experience.metrics["preference/opponent_reward"] = opposed.metrics["reward/mean"]
+        return experience._replace(rollouts=experience.rollouts + opposed.rollouts)
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
+    """Return the source of the stream's own pairs."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        del step, state
+        return offline(to_pairs(next(stream)[1]))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+@dataclass(frozen=True)
+class GivenPairs:
+    """The rows of given pairs that can be trained on.
+
+    The column `row` numbers all given rows from 0, the training rows first.
+    """
+
+    train: Sequence[Row]
+    held_out: Sequence[Row]
+    dropped: list[tuple[Row, str]]
+    """The other rows, each with the reason."""
+    num_given: int
+    fingerprint: str
+    """Of all rows, as they were given."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """The different reasons for which rows were dropped, sorted."""
+        return sorted({reason for _, reason in self.dropped})
+
+    @property
+    def usable(self) -> Sequence[Row]:
+        """The training rows, then the held-out rows."""
+        return data.join(self.train, self.held_out)
+
+
+def usable_pairs(
+    train: Sequence[Row],
+    held_out: Sequence[Row],
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+    batch: BatchConfig,
+) -> GivenPairs:
+    """Return the rows that fit the limits of tokens.
+
+    No completion is cut to fit: what decides between two solutions often stands at their end.
+    """
+    given = data.join(train, held_out)
+    reasons = []
+    for index, row in enumerate(given):
+        with data.naming_row(given, index):
+            reasons.append(_reason_to_drop(row, tokenizer, sampling, batch))
+    numbered = data.with_number(given, "row")
+    usable = np.array([index for index, reason in enumerate(reasons) if not reason], np.int64)
+    return GivenPairs(
+        train=numbered.take(usable[usable < len(train)]),
+        held_out=numbered.take(usable[usable >= len(train)]),
+        dropped=[(numbered[index], reason) for index, reason in enumerate(reasons) if reason],
+        num_given=len(given),
+        fingerprint=data.fingerprint(given),
+    )
+
+
+def _reason_to_drop(
+    row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, batch: BatchConfig
+) -> str:
+    if "chosen" in row and row["chosen"] == row["rejected"]:
+        return "both completions are the same"
+    return "" if _fits(row, tokenizer, sampling, batch) else "they are too long"
+
+
+def _fits(row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, batch: BatchConfig) -> bool:
+    """Return True if prompt, completions and the whole pair are within their limits."""
+    pair = data.pairs([row], tokenizer, 1 + sampling.max_prompt_tokens + sampling.max_new_tokens)
+    mask = np.asarray(pair.action_mask)
+    prompt_length = int(mask[0].argmax())
+    lengths = mask.sum(-1)
+    prompts = 1 if batch.share_prefixes else len(mask)
+    return bool(
+        mask.any(-1).all()
+        and prompt_length <= sampling.max_prompt_tokens
+        and lengths.max() <= sampling.max_new_tokens
+        and prompts * prompt_length + int(lengths.sum()) <= batch.row_length
+    )

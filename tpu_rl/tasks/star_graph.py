@@ -1,0 +1,152 @@
+"""Star graphs: find the one path from the center to the goal (Bachmann and Nagarajan, arXiv
+2403.06963).
+
+`degree` branches of `length` - 1 nodes each leave the center, and the goal is the end of one of
+them. A prompt lists the edges in random order, then center and goal, "12,5|7,30|5,9|12,7/12,9=".
+The answer is the path, "12,5,9".
+
+A model that imitates paths node by node can guess the branch and then follow edges: given the node
+before it, every node but the first is easy. This shortcut is right once in `degree` times, and it
+hides that only the first step, from the center, needs the whole path to be looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tpu_rl.environments.task import Task, text_of
+from tpu_rl.errors import InputError
+from tpu_rl.rewards.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class StarGraph:
+    """The graphs that can occur."""
+
+    degree: int = 2
+    """Branches that leave the center."""
+    length: int = 5
+    """Nodes of the path, center and goal included."""
+    nodes: int = 50
+    """Names of nodes: 0 to nodes - 1, none twice in a graph."""
+
+    def __post_init__(self):
+        if self.degree < 2 or self.length < 2:
+            raise InputError(
+                f"a star graph of degree {self.degree} and length {self.length} is impossible",
+                where="degree, length",
+                why="it has 2 branches or more, and a path of 2 nodes or more",
+                fix="use at least 2 for both",
+            )
+        if self.nodes < self.num_nodes:
+            raise InputError(
+                f"{self.nodes} names are too few for {self.num_nodes} nodes",
+                where="nodes",
+                why="no name comes twice in a graph",
+                fix=f"raise nodes to {self.num_nodes} or more",
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a graph."""
+        return 1 + self.degree * (self.length - 1)
+
+
+@dataclass(frozen=True)
+class StarGraphData:
+    """Paths in star graphs; pretraining, post-training and evaluation have different graphs."""
+
+    graph: StarGraph = StarGraph()
+    rows: int = 200_000
+    """Training graphs."""
+    split: Literal["train", "post"] = "post"
+    """The graphs that are trained on: those of pretraining, or others."""
+    demonstrated: Literal["right", "any"] = "right"
+    """Paths that demonstrations show. right: to the goal. any: down a random branch to its end,
+    which is the goal once in `degree` times."""
+
+
+@dataclass(frozen=True)
+class StarGraphSource:
+    """`rows` graphs with the columns `prompt`, `completion` and `answer`, all texts.
+
+    Row i is a function of (config, split, seed, i). `answer` is the path to the goal, and
+    `completion` the path that demonstrations show. There are so many graphs that those of two
+    splits never agree (the probability is below rows^2 / nodes!).
+    """
+
+    config: StarGraph = StarGraph()
+    split: Literal["train", "post", "eval"] = "train"
+    rows: int = 200_000
+    """Number of graphs. A few can be memorized."""
+    seed: int = 0
+    demonstrated: Literal["right", "any"] = "right"
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        if not 0 <= index < self.rows:
+            raise IndexError(f"row {index} of {self.rows}")
+        split_number = {"train": 0, "post": 1, "eval": 2}[self.split]
+        entropy = (self.seed, 7, split_number, int(index))
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        prompt, answer, other = _sample(self.config, generator)
+        completion = answer if self.demonstrated == "right" else other
+        return {"prompt": prompt, "completion": completion, "answer": answer}
+
+
+def parse_path(text: str) -> tuple[int, ...]:
+    """Return the node names in a completion, in order.
+
+    Any text may separate them: a tokenizer without commas decodes to spaces.
+    """
+    return tuple(int(name) for name in re.findall(r"[0-9]+", text))
+
+
+def correct(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
+) -> list[float]:
+    """Return 1 for each completion that is the whole path from the center to the goal, else 0."""
+    del prompts
+    paths = [parse_path(text_of(completion)) for completion in completions]
+    return [float(path == parse_path(right)) for path, right in zip(paths, answer, strict=True)]
+
+
+def _train_rows(data: StarGraphData, seed: int) -> StarGraphSource:
+    return StarGraphSource(data.graph, data.split, data.rows, seed, data.demonstrated)
+
+
+def _evaluation_rows(data: StarGraphData, count: int) -> StarGraphSource:
+    return StarGraphSource(data.graph, "eval", count)
+
+
+TASK = Task(
+    settings=StarGraphData,
+    train_rows=_train_rows,
+    demonstrations=_train_rows,
+    evaluation_rows=_evaluation_rows,
+)
+
+VERIFIERS = {
+    "star_graph": Verifier(correct),
+}
+
+
+def _sample(config: StarGraph, generator: np.random.Generator) -> tuple[str, str, str]:
+    """Return (prompt, path to the goal, path down a random branch) of a random graph."""
+    names = generator.permutation(config.nodes)[: config.num_nodes]
+    center = names[0]
+    branches = names[1:].reshape(config.degree, config.length - 1)
+    paths = [[center, *branch] for branch in branches]
+    edges = [f"{a},{b}" for path in paths for a, b in zip(path, path[1:], strict=False)]
+    shuffled = "|".join(edges[i] for i in generator.permutation(len(edges)))
+    path = paths[generator.integers(config.degree)]
+    walk = paths[generator.integers(config.degree)]
+    prompt = f"{shuffled}/{center},{path[-1]}="
+    return prompt, ",".join(map(str, path)), ",".join(map(str, walk))

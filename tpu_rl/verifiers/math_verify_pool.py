@@ -1,0 +1,79 @@
+"""The built-in reward `math`: math-verify in processes that can be killed.
+
+They are processes because math-verify can hang inside big integers, where neither its own time-out
+nor a Python signal handler can stop it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_rl.environments import text_of
+from tpu_rl.errors import InputError, MachineError
+from tpu_rl.rewards.verifier import AnswerReaders, Verifier
+from tpu_rl.rewards.worker_pool import Pool
+from tpu_rl.rewards.worker_process import RewardFailure
+
+NUM_PROCESSES = 4
+VERDICT_SECONDS = 10.0
+
+
+def math_equivalent(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
+) -> list[Any | RewardFailure]:
+    """Return 1 for each completion whose answer math-verify accepts, else 0.
+
+    It accepts what equals the ground truth as mathematics. Both may be LaTeX or plain. math-verify
+    runs in processes of its own. One that is busy past its deadline is killed, which is a fault of
+    that row.
+
+    Raises:
+        MachineError: if math-verify is not installed.
+    """
+    del prompts
+    requests = [
+        {"completions": [text_of(completion)], "answer": [str(truth)]}
+        for completion, truth in zip(completions, answer, strict=True)
+    ]
+    results = _start("equivalent").map(requests, [VERDICT_SECONDS] * len(requests))
+    return [result if isinstance(result, RewardFailure) else result[0] for result in results]
+
+
+def math_answers(groups: Sequence[Sequence[str]]) -> list[list[Any] | RewardFailure]:
+    """Return, for each group of completions, a number per completion that stands for its answer.
+
+    Within a group, numbers are equal where math-verify finds the answers equal. None stands for no
+    answer. A group that takes too long is a RewardFailure.
+
+    Raises:
+        MachineError: if math-verify is not installed.
+    """
+    # Each further completion is compared with those before it.
+    seconds = [VERDICT_SECONDS + len(group) for group in groups]
+    requests = [{"completions": list(group)} for group in groups]
+    return _start("answer_classes").map(requests, seconds)
+
+
+@functools.cache
+def _start(function: str) -> Pool:
+    """Return the workers that run a function of math_equivalence.py.
+
+    The whole program shares them.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise MachineError("math-verify is not installed", fix='pip install "tpu_rl[math]"')
+    try:
+        path = Path(__file__).with_name("math_equivalence.py")
+        return Pool(f"{path}:{function}", size=NUM_PROCESSES)
+    except InputError as error:
+        fix = 'reinstall it: pip install "tpu_rl[math]"'
+        raise MachineError("math-verify does not start", why=error.why, fix=fix) from None
+
+
+VERIFIERS = {
+    "math": Verifier(math_equivalent, AnswerReaders(read_groups=math_answers), in_workers=True),
+}

@@ -1,0 +1,263 @@
+"""Built-in rewards that run Python: programs that pass tests, their speed, and checks of texts."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tpu_rl import sandbox
+from tpu_rl.environments import text_of
+from tpu_rl.rewards import spans
+from tpu_rl.rewards.verifier import Verifier
+from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.runtime.worker_child import shorten
+from tpu_rl.sandbox import problems, unit_tests
+
+
+def python_tests(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    tests: Sequence[Any],
+    entry_point: Sequence[str | None] | None = None,
+    **_: Any,
+) -> list[float | RewardFailure]:
+    """Return 1 for each completion whose Python program passes all tests of its row, else 0.
+
+    The program is the last fenced block, or all of the text. `tests` is a list of {"input": ...,
+    "output": ...} and of texts with asserts, or {"inputs": [...], "outputs": [...]}, or either as
+    JSON. See `tpu_rl.sandbox.unit_tests`. Imports and helpers that a prompt gives beside the
+    function `entry_point` belong to the program and, as a copy of its own, to the test.
+
+    Raises:
+        MachineError: if the kernel cannot confine programs.
+    """
+    sandbox.require()
+    return _judge_programs(prompts, completions, tests, entry_point, confine=True)
+
+
+def python_tests_unsandboxed(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    tests: Sequence[Any],
+    entry_point: Sequence[str | None] | None = None,
+    **_: Any,
+) -> list[float | RewardFailure]:
+    """Return the same as `python_tests`, with programs that may do whatever this user may.
+
+    The flag --allow-unsandboxed-code selects it.
+    """
+    return _judge_programs(prompts, completions, tests, entry_point, confine=False)
+
+
+def python_speed(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    tests: Sequence[Any],
+    baseline: Sequence[str],
+    entry_point: Sequence[str | None] | None = None,
+    **_: Any,
+) -> list[float | RewardFailure]:
+    """Return 0.5 for each program that passes its tests, up to 1 the faster it is, else 0.
+
+    1 - 0.5 time / time of `baseline`, the median of three pairs of runs of all tests, if each of
+    them saves more than a tenth; `baseline` is a program that passes (after the ladder of PerfRL,
+    arXiv 2312.05657). Times are those of the clock, and have the start of the sandbox in them,
+    about 0.1 s for each test: let tests run for a second. What else the machine does is noise.
+    Programs and tests are those of `python_tests`.
+
+    Raises:
+        MachineError: if the kernel cannot confine programs.
+    """
+    sandbox.require()
+    return _speeds(prompts, completions, tests, baseline, entry_point, confine=True)
+
+
+def python_speed_unsandboxed(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    tests: Sequence[Any],
+    baseline: Sequence[str],
+    entry_point: Sequence[str | None] | None = None,
+    **_: Any,
+) -> list[float | RewardFailure]:
+    """Return the same as `python_speed`, with programs that may do whatever this user may."""
+    return _speeds(prompts, completions, tests, baseline, entry_point, confine=False)
+
+
+def python_checks(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    checks: Sequence[Sequence[str]],
+    **_: Any,
+) -> list[float | RewardFailure]:
+    """Return the share of the row's own checks that each completion passes, from 0 to 1.
+
+    `checks` is a list of Python sources, each with a function check(text) -> bool, such as those
+    that a language model proposes for a reference answer (the style of RLVRR; its content is the
+    term `ordered_keys`). They run in the sandbox, 5 s each. A check that raises, or returns
+    neither True nor False, is a fault of its row. Thoughts are left out.
+
+    Raises:
+        MachineError: if the kernel cannot confine programs.
+    """
+    del prompts
+    sandbox.require()
+    return [_share(*row, confine=True) for row in zip(completions, checks, strict=True)]
+
+
+def python_checks_unsandboxed(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    checks: Sequence[Sequence[str]],
+    **_: Any,
+) -> list[float | RewardFailure]:
+    """Return the same as `python_checks`, with checks that may do whatever this user may."""
+    del prompts
+    return [_share(*row, confine=False) for row in zip(completions, checks, strict=True)]
+
+
+def _judge_programs(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    tests: Sequence[Any],
+    entry_points: Sequence[str | None] | None,
+    confine: bool,
+) -> list[float | RewardFailure]:
+    verdicts = unit_tests.all_pass(*_prepared(prompts, completions, tests, entry_points), confine)
+    return [
+        RewardFailure(str(verdict)) if isinstance(verdict, ValueError) else float(verdict)
+        for verdict in verdicts
+    ]
+
+
+def _prepared(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    tests: Sequence[Any],
+    entry_points: Sequence[str | None] | None,
+) -> tuple[list[str], list[Any]]:
+    """Return the programs and their tests, with what the prompts give beside the functions."""
+    programs = []
+    columns = []
+    for prompt, completion, column, name in zip(
+        prompts, completions, tests, entry_points or [None] * len(prompts), strict=True
+    ):
+        given = problems.given_code(prompt, name or "")
+        program = program_of(text_of(completion), prompt if isinstance(prompt, str) else "")
+        programs.append(problems.with_given_code(program, given))
+        columns.append(problems.with_helpers_in(column, given))
+    return programs, columns
+
+
+REPEATS = 3
+"""Times that a program and its baseline run, one after the other."""
+MARGIN = 0.1
+"""A program that saves less, in one of the repeats, is not faster: on a busy machine, the time of
+one and the same program varies by as much."""
+
+
+def _speeds(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    tests: Sequence[Any],
+    baselines: Sequence[str],
+    entry_points: Sequence[str | None] | None,
+    confine: bool,
+) -> list[float | RewardFailure]:
+    """Return the values of `python_speed`. Programs run one by one, for the sake of the clock."""
+    values = _judge_programs(prompts, completions, tests, entry_points, confine)
+    prepared = _prepared(prompts, completions, tests, entry_points)
+    for row, (program, column) in enumerate(zip(*prepared, strict=True)):
+        if values[row] != 1.0:
+            continue
+        if not isinstance(baselines[row], str):
+            values[row] = RewardFailure(f"`baseline` is no text, but {shorten(baselines[row])}")
+            continue
+        baseline = program_of(baselines[row])
+        # Neighbors in time share the load of the machine.
+        pairs = [
+            [_seconds(code, column, confine) for code in (program, baseline)]
+            for _ in range(REPEATS)
+        ]
+        if any(not theirs for _, theirs in pairs):
+            values[row] = RewardFailure("the program `baseline` does not pass the tests")
+            continue
+        # A program that fails now and then is no faster.
+        ratios = [mine / theirs if mine and theirs else 1.0 for mine, theirs in pairs]
+        is_faster = max(ratios) < 1 - MARGIN
+        values[row] = 1 - 0.5 * statistics.median(ratios) if is_faster else 0.5
+    return values
+
+
+def _seconds(program: str, column: Any, confine: bool) -> float | None:
+    """Return the seconds that all tests take; None if one fails."""
+    began = time.perf_counter()
+    tests = unit_tests.tests_of(column)
+    passes = all(unit_tests.passes(program, test, confine=confine) for test in tests)
+    return time.perf_counter() - began if passes else None
+
+
+def _share(completion: Any, checks: Sequence[str], confine: bool) -> float | RewardFailure:
+    """Return the share of checks that hold of a completion."""
+    if not isinstance(checks, list | tuple) or not all(isinstance(c, str) for c in checks):
+        return RewardFailure("`checks` is no list of texts")
+    if not checks:
+        return RewardFailure("`checks` is empty")
+    text = spans.without_thoughts(text_of(completion))
+    held = 0
+    for check in checks:
+        # Bytes, because a text stream makes one line end of all kinds.
+        program = f"{check}\nimport sys\nprint(repr(check(sys.stdin.buffer.read().decode())))\n"
+        outcome = sandbox.run(program, text, confine=confine)
+        last = outcome.printed.strip().rpartition("\n")[2]
+        if outcome.ended or last not in ("True", "False"):
+            error = outcome.errors.strip().rpartition("\n")[2]
+            why = error or outcome.ended or f"it returns {last}"
+            return RewardFailure(f"a check gives no verdict: {shorten(check)}: {why}")
+        held += last == "True"
+    return held / len(checks)
+
+
+def program_of(text: str, prompt: str = "") -> str:
+    """Return the last fenced block of a text, in any language, or the whole text if it has none.
+
+    An indented text goes on with the prompt's function.
+    """
+    blocks = _FENCED.findall(text)
+    if blocks:
+        return blocks[-1]
+    return prompt + text if re.match(r"(?:[ \t]*\n)*[ \t]+\S", text) else text
+
+
+_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+VERIFIERS = {
+    "python_tests": Verifier(
+        python_tests,
+        in_workers=True,
+        score_unsandboxed=python_tests_unsandboxed,
+        require_sandbox=sandbox.require,
+    ),
+    "python_checks": Verifier(
+        python_checks,
+        in_workers=True,
+        score_unsandboxed=python_checks_unsandboxed,
+        require_sandbox=sandbox.require,
+    ),
+    # Not during sampling, which would disturb its clock.
+    "python_speed": Verifier(
+        python_speed,
+        score_unsandboxed=python_speed_unsandboxed,
+        require_sandbox=sandbox.require,
+    ),
+}
