@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fixtures.tpu_decoding import compile_decoding
 from tpu_rl import cost_model, models
+from tpu_rl.commands.plan import known_models
 from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.cost_model.costs import FULL_ATTENTION
 from tpu_rl.models import kv_cache
 from tpu_rl.models.attention import decode, decode_kernel
 from tpu_rl.models.config import AttentionConfig, LoraConfig
-from tpu_rl.planner import estimates, known_models
+from tpu_rl.planner import estimates
 from tpu_rl.planner.steps import chip_bytes
 from tpu_rl.sampler import SegmentConfig
 from tpu_rl.train import sharding

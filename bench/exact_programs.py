@@ -30,11 +30,11 @@ from jax.sharding import SingleDeviceSharding
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl import cost_model, models
+from tpu_rl.commands.plan import known_models
 from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.cost_model import hlo
 from tpu_rl.losses import log_probs
 from tpu_rl.models import exact
-from tpu_rl.planner import known_models
 from tpu_rl.train import packing
 from tpu_rl.types import Model
 

@@ -26,10 +26,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl import cost_model, models
+from tpu_rl.commands.plan import known_models
 from tpu_rl.commands.plan.plan import ENVIRONMENT, find_target
 from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MlpConfig, MoeConfig, gate_function
 from tpu_rl.models.moe import experts
-from tpu_rl.planner import estimates, known_models
+from tpu_rl.planner import estimates
 from tpu_rl.train import sharding
 
 TINY = MoeConfig(num_experts=32, experts_per_token=2, intermediate_size=32)

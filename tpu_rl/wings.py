@@ -149,7 +149,10 @@ MODULES: LazyTable[Any] = LazyTable(
     {
         "agents": "tpu_rl.serving.agents",
         "code_problems": "tpu_rl.sandbox.problems",
+        "harness": "tpu_rl.studies.harness",
         "meshes": "tpu_rl.commands.plan.meshes",
+        "pair_audit": "tpu_rl.studies.pair_audit",
+        "presets": "tpu_rl.commands.presets",
         "report": "tpu_rl.report",
         "sandbox": "tpu_rl.sandbox",
     },

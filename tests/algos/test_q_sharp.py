@@ -22,12 +22,13 @@ from tpu_rl.commands import config, run
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.evaluate import evaluate, evaluate_q_sharp
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.evaluation import answer_accuracy, guided_accuracy
+from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.sources import q_examples
 from tpu_rl.losses.return_distributions import Support
 from tpu_rl.proofs import tiny
 from tpu_rl.sampler import guided_policy
+from tpu_rl.studies import guided_accuracy
 from tpu_rl.tasks import arithmetic
 from tpu_rl.train import update_step
 from tpu_rl.types import Array, Model, QExamples, Rollout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_rl.commands import cli
-from tpu_rl.evaluation import verifier_bench
+from tpu_rl.studies import verifier_bench
 from tpu_rl.verifiers import gsm8k_answers
 
 

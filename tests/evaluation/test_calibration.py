@@ -10,7 +10,7 @@ import pytest
 from tests.fixtures.reward_scores import score
 from tpu_rl.commands import evaluators
 from tpu_rl.evaluation import calibration
-from tpu_rl.verifiers.confidence import read_confidence
+from tpu_rl.rewards.spans import read_confidence
 
 
 @pytest.mark.parametrize(

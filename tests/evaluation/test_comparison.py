@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tpu_rl.evaluation import comparison
+from tpu_rl.studies import comparison
 
 
 def test_mcnemar_counts_both_tails():

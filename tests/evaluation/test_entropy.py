@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tpu_rl.errors import InputError
-from tpu_rl.evaluation.entropy import mean_entropy, temperature_for
+from tpu_rl.studies.entropy import mean_entropy, temperature_for
 
 
 def of_logit(difference: float, temperature: float) -> float:

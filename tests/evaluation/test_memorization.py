@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpu_rl.evaluation import memorization
+from tpu_rl.studies import memorization
 
 
 def test_the_score_is_the_relative_drop_times_the_similarity():

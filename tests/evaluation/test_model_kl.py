@@ -8,8 +8,8 @@ import pytest
 
 from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError
-from tpu_rl.evaluation import model_kl
 from tpu_rl.sampler.text_scores import Scores
+from tpu_rl.studies import model_kl
 
 
 def test_it_is_the_sum_of_differences_over_tokens():

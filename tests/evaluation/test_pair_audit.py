@@ -8,7 +8,7 @@ import pytest
 
 from tpu_rl import data
 from tpu_rl.commands import run
-from tpu_rl.evaluation.pair_audit import RANKING, SUMMARY
+from tpu_rl.studies.pair_audit import RANKING, SUMMARY
 
 TINY = [
     "gsm8k_dpo",

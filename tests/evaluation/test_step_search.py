@@ -11,11 +11,11 @@ from tpu_rl.commands import config, evaluators
 from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.commands.saved_run import load_language
 from tpu_rl.errors import InputError
-from tpu_rl.evaluation import step_search
-from tpu_rl.evaluation.step_search import StepSearch
 from tpu_rl.experience.rows import tasks
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer
 from tpu_rl.sampler import SamplerConfig
+from tpu_rl.studies import step_search
+from tpu_rl.studies.step_search import StepSearch
 from tpu_rl.types import Rollout
 
 TOKENIZER = tokenizers.characters("01.!")

@@ -21,12 +21,12 @@ from tests.fixtures.tpu_decoding import compile_decoding
 from tpu_rl import models
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
+from tpu_rl.commands.plan import known_models
 from tpu_rl.models import layers
 from tpu_rl.models.attention import cudnn_trial, decode, gpu_decode, gpu_decode_trial
 from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.config import AttentionConfig, FullHeads, LatentConfig
-from tpu_rl.planner import known_models
 from tpu_rl.train import sharding
 from tpu_rl.types import UNREAD
 

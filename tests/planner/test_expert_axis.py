@@ -8,9 +8,8 @@ from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
 from tpu_rl.commands import compose
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands.plan import plan_steps
-from tpu_rl.planner import known_models
-from tpu_rl.planner.expert_axis import expert_devices
+from tpu_rl.commands.expert_axis import expert_devices
+from tpu_rl.commands.plan import known_models, plan_steps
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from tpu_rl.commands import compose, roles, run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import MeshConfig
-from tpu_rl.commands.plan import plan, plan_search, plan_steps
+from tpu_rl.commands.plan import known_models, plan, plan_search, plan_steps
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError, MachineError
-from tpu_rl.planner import estimates, known_models, memory, sampling, steps
+from tpu_rl.planner import estimates, memory, sampling, steps
 from tpu_rl.runtime import compilations
 from tpu_rl.train import optimizers
 

@@ -5,8 +5,8 @@ import pytest
 
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
-from tpu_rl.evaluation import verifier_bench
 from tpu_rl.rewards import registry, scoring
+from tpu_rl.studies import verifier_bench
 from tpu_rl.verifiers import others
 
 

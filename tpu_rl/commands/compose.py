@@ -19,6 +19,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, Opponent
 from tpu_rl.algos import factory_of
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig, Stage
+from tpu_rl.commands.expert_axis import expert_devices
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import named as named_environments
 from tpu_rl.environments.contract import Factory
@@ -29,7 +30,6 @@ from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.models import Select
-from tpu_rl.planner.expert_axis import expert_devices
 from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.requests import Agent, Environment

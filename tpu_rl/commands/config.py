@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -703,7 +702,7 @@ def require_trainable(config: ExperimentConfig) -> None:
 
 def _presets() -> dict[str, Callable[[], ExperimentConfig]]:
     # Presets are made of this module's classes, so they are imported when they are asked for.
-    return importlib.import_module("tpu_rl.commands.presets").PRESETS
+    return wings.MODULES["presets"].PRESETS
 
 
 def preset_names() -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from tpu_rl import data, rewards
+from tpu_rl import data, rewards, wings
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands.config import ExperimentConfig, FileData, Stage
 from tpu_rl.commands.roles import RunContext
@@ -23,7 +23,6 @@ from tpu_rl.errors import InputError
 from tpu_rl.evaluation import (
     answer_accuracy,
     calibration,
-    harness,
     held_out_loss,
     pair_accuracy,
     reward_accuracy,
@@ -133,6 +132,7 @@ def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     names = config.evaluation.tasks
     if not names or not config.evaluation.rows:
         return None
+    harness = wings.MODULES["harness"]
     tasks_of_harness = harness.load_tasks(names)
     # Samplers with devices of their own read copies: the weights are where they train.
     mesh = context.mesh if context.sampler_devices else policy.mesh

@@ -23,7 +23,6 @@ from tpu_rl.commands.config import FileData
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.commands.sources import of_pairs
 from tpu_rl.errors import InputError, printable
-from tpu_rl.evaluation import pair_audit
 from tpu_rl.experience.rows import label_flips, tasks
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
@@ -226,6 +225,7 @@ def audit_pairs(context: RunContext, params: Params) -> None:
     if not compose.learns_from_given_pairs(stage) or stage.algorithm.experience.graded:
         return
     given = of_pairs.given_pairs(context.config, context.language.tokenizer)
+    pair_audit = wings.MODULES["pair_audit"]
     trained = pair_audit.Trained(
         compose.build_algorithm(context, stage),
         params,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_rl.verifiers.confidence import read_confidence
+from tpu_rl.rewards.spans import read_confidence
 
 BINS = 10
 MEASURES = ("stated", "ece", "brier", "auroc")

@@ -6,6 +6,4 @@ from a run's configuration.
 - `steps` compiles a function for shapes.
 - `sampling` compiles the sampler's prefill and decoding.
 - `memory` and `estimates` turn a compiled step into a line of the plan.
-- `table` prints the plan.
-- `known_models` holds the shapes of well-known models.
 """

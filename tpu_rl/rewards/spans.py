@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -47,3 +48,61 @@ def value_of(text: str) -> Any:
         return value
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError("it is neither JSON nor a Python literal") from error
+
+
+# --- coordinates ---
+
+_NUMBER = r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,30})?)\s*"
+POINT = re.compile(rf"[(\[]{_NUMBER},{_NUMBER}[)\]]")
+BOX = re.compile(rf"[(\[]{','.join([_NUMBER] * 4)}[)\]]")
+
+
+def coordinates(value: Any) -> list[float]:
+    """Read the last point [x, y] or box [left, top, right, bottom] of a text, or of a value of
+    JSON; [] if it has none."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = joined_corners(answer_of(text))
+    matches = [*POINT.finditer(text), *BOX.finditer(text)]
+    last = max(matches, key=lambda match: match.start(), default=None)
+    return [] if last is None else list(numbers(last.groups()))
+
+
+def joined_corners(text: str) -> str:
+    """Return a text with "<|box_start|>(1,2),(3,4)" of Qwen2-VL as "(1,2,3,4)"."""
+    return re.sub(r"(<\|box_start\|>\([^()]{1,80})\),\s?\(", r"\1,", text)
+
+
+def numbers(texts: Sequence[Any]) -> Any:
+    """Read each text as a number."""
+    return tuple(float(number) for number in texts)
+
+
+# --- confidence ---
+
+_STATED = re.compile(
+    r"\bconfidence\b[\s*_>\"'`]*+(?:(?:is|level|score)\b[\s*_\"']*+)?[:=>]?[\s*_\"'`]*+"
+    r"(-?(?:[0-9]{1,6}(?:\.[0-9]{1,9})?|\.[0-9]{1,9}))\s*(\\?%|(?:/|out of)\s*[0-9]{1,4})?",
+    re.IGNORECASE,
+)
+
+
+def read_confidence(text: str) -> float | None:
+    """Read the confidence, from 0 to 1, that a completion states last; None without one.
+
+    "Confidence: 8" and "Confidence: 8/10" are 0.8, as "80%" and "<confidence>0.8</confidence>".
+    A number without a unit is of 10. It is a probability if it is at most 1 and has a decimal point
+    or stands in <confidence>, as RLCR's do. Numbers outside of their range state nothing.
+    """
+    matches = list(_STATED.finditer(text))
+    if not matches:
+        return None
+    digits, unit = matches[-1].groups(default="")
+    is_tagged = matches[-1][0][len("confidence") :].startswith(">")
+    if unit.endswith("%"):
+        whole = 100.0
+    elif unit:
+        whole = float(unit.lower().removeprefix("out of").removeprefix("/"))
+    else:
+        whole = 1.0 if float(digits) <= 1 and ("." in digits or is_tagged) else 10.0
+    number = float(digits)
+    return number / whole if 0 <= number <= whole and whole else None

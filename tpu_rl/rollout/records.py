@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.redaction import redact
+from tpu_rl.rewards import spans
 from tpu_rl.rollout.dynamic_sampling import all_sampled, of_policy
 from tpu_rl.rollout.scoring import Sampled, Scored, by_episode, group_size, zero_variance
 from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import RowSource
-from tpu_rl.verifiers import actions
 
 
 def metrics(scored: Scored) -> dict[str, float]:
@@ -133,8 +133,8 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
         if images := [*sources_of(data_row), *of_episode]:
             record["images"] = images
             marks = {
-                "completion": actions.coordinates(record["completion"]),
-                "answer": actions.coordinates(data_row.get("answer", "")),
+                "completion": spans.coordinates(record["completion"]),
+                "answer": spans.coordinates(data_row.get("answer", "")),
             }
             record["marks"] = {name: numbers for name, numbers in marks.items() if numbers}
         objects.append(record)

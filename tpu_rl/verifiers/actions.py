@@ -5,9 +5,7 @@ Rule rewards of GUI-R1 (arXiv 2504.10458), UI-R1 (arXiv 2503.21620) and VLM-R1 (
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +17,6 @@ from tpu_rl.verifiers import composed
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in any unit that the answers use too."""
-
-_NUMBER = r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,30})?)\s*"
-_POINT = re.compile(rf"[(\[]{_NUMBER},{_NUMBER}[)\]]")
-_BOX = re.compile(rf"[(\[]{','.join([_NUMBER] * 4)}[)\]]")
 
 
 class Action(NamedTuple):
@@ -92,22 +86,12 @@ def box_iou(threshold: float = 0.0) -> Reward:
         boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
         values = []
         for completion, box in zip(completions, boxes, strict=True):
-            found = _BOX.findall(_joined(spans.answer_of(text_of(completion))))
-            value = iou(_numbers(found[-1]), box) if found else 0.0
+            found = spans.BOX.findall(spans.joined_corners(spans.answer_of(text_of(completion))))
+            value = iou(spans.numbers(found[-1]), box) if found else 0.0
             values.append(float(value >= threshold) if threshold else value)
         return values
 
     return score
-
-
-def coordinates(value: Any) -> list[float]:
-    """Return the last point [x, y] or box [left, top, right, bottom] of a text, or of a value of
-    JSON; [] if it has none."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = _joined(spans.answer_of(text))
-    matches = [*_POINT.finditer(text), *_BOX.finditer(text)]
-    last = max(matches, key=lambda match: match.start(), default=None)
-    return [] if last is None else list(_numbers(last.groups()))
 
 
 def iou(a: Box, b: Box) -> float:
@@ -123,17 +107,10 @@ def _area(box: Box) -> float:
     return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
-def _joined(text: str) -> str:
-    """Return a text with "<|box_start|>(1,2),(3,4)" of Qwen2-VL as "(1,2,3,4)"."""
-    return re.sub(r"(<\|box_start\|>\([^()]{1,80})\),\s?\(", r"\1,", text)
-
-
-def _numbers(found: Sequence[Any]) -> Any:
-    return tuple(float(number) for number in found)
-
-
 def _box(value: Any) -> Box:
-    left, top, right, bottom = _numbers(spans.value_of(value) if isinstance(value, str) else value)
+    left, top, right, bottom = spans.numbers(
+        spans.value_of(value) if isinstance(value, str) else value
+    )
     if not (left <= right and top <= bottom) or not all(map(math.isfinite, (left, top))):
         raise ValueError(
             "its right or bottom is before its left or top (COCO writes width and height)"
@@ -146,10 +123,12 @@ def _is_in(point: Sequence[float], box: Box) -> bool:
 
 
 def _last_point(text: str) -> tuple[float, float] | None:
-    text = _joined(spans.answer_of(text))
-    points = [(match.start(), _numbers(match.groups())) for match in _POINT.finditer(text)]
-    for match in _BOX.finditer(text):
-        left, top, right, bottom = _numbers(match.groups())
+    text = spans.joined_corners(spans.answer_of(text))
+    points = [
+        (match.start(), spans.numbers(match.groups())) for match in spans.POINT.finditer(text)
+    ]
+    for match in spans.BOX.finditer(text):
+        left, top, right, bottom = spans.numbers(match.groups())
         points.append((match.start(), ((left + right) / 2, (top + bottom) / 2)))
     return max(points)[1] if points else None
 
@@ -194,7 +173,7 @@ def _share(text: str, gold: Action) -> float:
         parts.append(_plain(found["kind"]) == gold.kind)
     if gold.box is not None:
         try:
-            point = _numbers(found["point"])
+            point = spans.numbers(found["point"])
         except composed.NO_READING:
             point = ()
         parts.append(len(point) == 2 and _is_in(point, gold.box))

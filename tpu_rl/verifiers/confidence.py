@@ -7,47 +7,20 @@ p = q (Rewarding Doubt, arXiv 2503.02623; Brier, 1950).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
 from tpu_rl.rewards.scoring import Reward
+from tpu_rl.rewards.spans import read_confidence
 from tpu_rl.rewards.verifier import with_settings
 from tpu_rl.verifiers import composed
 from tpu_rl.verifiers.math_verify_pool import math_equivalent
 
-_STATED = re.compile(
-    r"\bconfidence\b[\s*_>\"'`]*+(?:(?:is|level|score)\b[\s*_\"']*+)?[:=>]?[\s*_\"'`]*+"
-    r"(-?(?:[0-9]{1,6}(?:\.[0-9]{1,9})?|\.[0-9]{1,9}))\s*(\\?%|(?:/|out of)\s*[0-9]{1,4})?",
-    re.IGNORECASE,
-)
 _SHIFT = 3.4539
 _SCALE = 3.4529
 """(s + 3.4539) / 3.4529 maps ln .001 and ln .999 to -1 and 1, as in the paper's program."""
 _LEAST = -30.0
-
-
-def read_confidence(text: str) -> float | None:
-    """Return the confidence, from 0 to 1, that a completion states last; None without one.
-
-    "Confidence: 8" and "Confidence: 8/10" are 0.8, as "80%" and "<confidence>0.8</confidence>".
-    A number without a unit is of 10. It is a probability if it is at most 1 and has a decimal point
-    or stands in <confidence>, as RLCR's do. Numbers outside of their range state nothing.
-    """
-    found = list(_STATED.finditer(text))
-    if not found:
-        return None
-    digits, unit = found[-1].groups(default="")
-    is_tagged = found[-1][0][len("confidence") :].startswith(">")
-    if unit.endswith("%"):
-        whole = 100.0
-    elif unit:
-        whole = float(unit.lower().removeprefix("out of").removeprefix("/"))
-    else:
-        whole = 1.0 if float(digits) <= 1 and ("." in digits or is_tagged) else 10.0
-    number = float(digits)
-    return number / whole if 0 <= number <= whole and whole else None
 
 
 def doubt(of: Reward = math_equivalent) -> Reward:

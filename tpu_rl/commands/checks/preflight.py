@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files
+from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files, wings
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos.grpo import GrpoConfig
 from tpu_rl.commands import compose, continued, micro_batches, roles
@@ -30,7 +30,6 @@ from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError, printable
-from tpu_rl.evaluation import harness
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.rewards import registry, reward_model
@@ -81,7 +80,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     check_environment(config, rows)
     check_agent(config)
     if config.evaluation.tasks:
-        harness.load_tasks(config.evaluation.tasks)
+        wings.MODULES["harness"].load_tasks(config.evaluation.tasks)
     check_sampler_devices(config)
     warnings += check_warmup(config)
     require_reward(config)
@@ -96,6 +95,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     warnings += check_param_dtype(config, model)
     tokenizer = roles.load_tokenizer(config, directory)
     if config.evaluation.apply_chat_template:
+        harness = wings.MODULES["harness"]
         harness.require_tasks(config.evaluation.tasks)
         harness.require_chat_template(tokenizer)
     check_thoughts(config, tokenizer)

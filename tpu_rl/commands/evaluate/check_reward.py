@@ -26,9 +26,9 @@ import tyro
 
 from tpu_rl import rewards
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import verifier_bench
 from tpu_rl.rewards import registry
 from tpu_rl.runtime.worker_child import shorten
+from tpu_rl.studies import verifier_bench
 
 
 @dataclass(frozen=True)

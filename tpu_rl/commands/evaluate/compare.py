@@ -38,9 +38,9 @@ from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import comparison, memorization
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.report import markdown
+from tpu_rl.studies import comparison, memorization
 
 THRESHOLDS = tuple(tenth / 10 for tenth in range(11))
 """Scores at which performance profiles are given."""

@@ -41,18 +41,8 @@ from tpu_rl.commands.saved_run import load_language, load_run, trained_length
 from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import (
-    answer_accuracy,
-    calibration,
-    entropy,
-    guided_accuracy,
-    harness,
-    held_out_loss,
-    model_kl,
-    step_search,
-)
+from tpu_rl.evaluation import answer_accuracy, calibration, held_out_loss
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
-from tpu_rl.evaluation.step_search import StepSearch
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.experience.rows import tasks
@@ -60,6 +50,8 @@ from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Scorer
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.text_scores import Score
+from tpu_rl.studies import entropy, guided_accuracy, harness, model_kl, step_search
+from tpu_rl.studies.step_search import StepSearch
 from tpu_rl.tokenizers import TokenizerConfig, require_same_tokens
 from tpu_rl.types import Params, Purpose
 

@@ -20,9 +20,9 @@ from tpu_rl.commands.roles import Language
 from tpu_rl.commands.saved_run import load_run
 from tpu_rl.errors import InputError, typed_command
 from tpu_rl.evaluation.answer_accuracy import Estimate
-from tpu_rl.evaluation.guided_accuracy import Guided, Line
 from tpu_rl.models import Select
 from tpu_rl.report import GUIDED_FILE, write_report
+from tpu_rl.studies.guided_accuracy import Guided, Line
 from tpu_rl.types import Params
 
 POLICY_PARAMS = Select("policy")

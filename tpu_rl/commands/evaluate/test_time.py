@@ -37,11 +37,12 @@ from tpu_rl.commands.sources import of_rollouts
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import answer_accuracy, comparison
+from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.experience.sources import rollouts
 from tpu_rl.report import markdown
 from tpu_rl.runtime import compilation_cache
+from tpu_rl.studies import comparison
 from tpu_rl.train import update_step
 from tpu_rl.types import TrainState
 

@@ -128,8 +128,7 @@ def run(flags: argparse.Namespace, run_flags: list[str]) -> int:
 def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
     """Print the plan and, with --search, the best one. Returns both as --json writes them."""
     from tpu_rl.commands import compose, micro_batches
-    from tpu_rl.commands.plan import plan_search, plan_steps
-    from tpu_rl.planner import table
+    from tpu_rl.commands.plan import plan_search, plan_steps, table
 
     target = find_target(flags.topology, flags.slices)
     if flags.search and target.chip is None:

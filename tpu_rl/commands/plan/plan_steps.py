@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands.config import ExperimentConfig, Stage
+from tpu_rl.commands.plan import known_models
 from tpu_rl.commands.roles import Language, RunContext
 from tpu_rl.commands.sources import of_q_examples
 from tpu_rl.data.encoding import bucket
@@ -32,7 +33,7 @@ from tpu_rl.experience.layout import experience_sharding, layout_of, longest_tex
 from tpu_rl.models.decoder import axes
 from tpu_rl.models.policy import Select
 from tpu_rl.plain_values import replace_strings
-from tpu_rl.planner import known_models, memory
+from tpu_rl.planner import memory
 from tpu_rl.planner.estimates import Line, Target, estimate_step, model_flops
 from tpu_rl.planner.sampling import SamplerCall, sampling_steps
 from tpu_rl.planner.steps import (

@@ -14,9 +14,10 @@ import numpy as np
 from tpu_rl import run_files
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.commands.recipe.recipe_file import Recipe
-from tpu_rl.evaluation import answer_accuracy, comparison
+from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.report import markdown
+from tpu_rl.studies import comparison
 
 REPORT = "report.md"
 SUMMARY = "summary.json"

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tpu_rl.evaluation.answer_accuracy import Estimate
-from tpu_rl.evaluation.comparison import RESAMPLES
+from tpu_rl.studies.comparison import RESAMPLES
 
 
 def similarities(
