@@ -23,7 +23,7 @@ EXTRAS = {
     "serve": ["uvicorn>=0.30", "protobuf>=5"],
     # For the tests of launch/serve.py --tinker with the real client.
     "tinker": ["tinker==0.38.0"],
-    # Environments of other packages: tpu_rl/environments/adapters.
+    # Environments of other packages: tpu_rl/tasks/adapters.
     "environments": [
         "reasoning-gym>=0.1.25",
         "textarena>=0.7.4",

@@ -240,7 +240,7 @@ def rewards_page() -> str:
         "A reward with *settings* takes them in parentheses: `repetition(size=4)`. A setting `of`",
         "is another reward, also one with settings: `cosine_length(of=gsm8k, max_tokens=2048)`.",
         "",
-        "This page is generated: edit `tpu_rl/rewards/verifiers.py` or the docstrings, then run",
+        "This page is generated: edit `tpu_rl/wings.py` or the docstrings, then run",
         "`python docs/method_pages.py`.",
         "",
         "| name | it gives | columns | votes | runs |",

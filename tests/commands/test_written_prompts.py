@@ -173,7 +173,7 @@ stages:
 STEPS = """
 import re
 
-from tpu_rl.environments import arithmetic
+from tpu_rl.tasks import arithmetic
 
 def first_steps(texts, prompts):
     # "3*4=12;12+5=17;#17" has the problem "3*4=".

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.fixtures.fake_store import FakeStore
+from tpu_rl import sandbox
 from tpu_rl.commands.tools import doctor
 from tpu_rl.diagnosis import machine
 from tpu_rl.errors import MachineError
@@ -58,7 +59,7 @@ def test_what_fails_comes_with_its_remedy(monkeypatch, capsys):
 
 
 def test_a_kernel_that_confines_no_programs_is_a_note(monkeypatch, capsys):
-    monkeypatch.setattr(machine.sandbox, "refusal", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr(sandbox, "refusal", lambda: "unshare: Operation not permitted")
     code, out = failed(monkeypatch, capsys, machine.check_sandbox())
     assert code == 0
     assert "note sandbox" in out

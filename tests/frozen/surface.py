@@ -117,7 +117,7 @@ def algorithm_names() -> list[str]:
 
 
 def reward_names() -> list[str]:
-    return sorted(importlib.import_module("tpu_rl.rewards.verifiers").BUILTIN)
+    return sorted(importlib.import_module("tpu_rl.wings").VERIFIERS)
 
 
 def family_names() -> list[str]:

@@ -24,7 +24,6 @@ from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import named as named_environments
 from tpu_rl.environments.contract import Factory
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
-from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source
@@ -339,6 +338,8 @@ def rows_at_once(config: ExperimentConfig) -> int:
 
 def log_probs_of(context: RunContext, role: str, temperature: float = 1.0) -> TextLogProbs:
     """Return a function that computes log-probs of given completions under a role."""
+    from tpu_rl.experience import text_log_probs
+
     return text_log_probs.text_log_probs(
         context.role(role),
         context.config.batch,

@@ -5,42 +5,28 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 
-from tpu_rl import data, rewards, wings
-from tpu_rl.commands import compose, roles
-from tpu_rl.commands.config import ExperimentConfig, FileData, Stage
+from tpu_rl import rewards, wings
+from tpu_rl.commands import compose, held_out_rows, roles
+from tpu_rl.commands.config import ExperimentConfig, Stage
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
-from tpu_rl.environments import task_of
-from tpu_rl.environments.task import no_slices
 from tpu_rl.errors import InputError
-from tpu_rl.evaluation import (
-    answer_accuracy,
-    calibration,
-    held_out_loss,
-    pair_accuracy,
-    reward_accuracy,
-)
+from tpu_rl.evaluation import answer_accuracy, calibration
 from tpu_rl.evaluation.answer_accuracy import Estimate
-from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
-from tpu_rl.experience.sources import step_labels
-from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
-from tpu_rl.rewards import registry, reward_model
+from tpu_rl.rewards import registry
 from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import scoring
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make_engine
-from tpu_rl.rollout.scoring import Scored
 from tpu_rl.rollout.weights import RolloutPolicy
-from tpu_rl.runtime import agreement, processes
 from tpu_rl.sampler import Thinking, text_scorer
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Algorithm, Params, Purpose
@@ -73,17 +59,13 @@ def evaluator(
     held-out pairs; every other stage answers held-out problems. Stages that imitate texts also
     report their loss on held-out texts.
     """
-    if roles.reading(stage.algorithm) is not None:
-        judge = held_out_judge(context, stage, params)
-        return Evaluations(reward_accuracy.as_evaluator(judge), _nothing)
-    if compose.learns_from_given_pairs(stage):
-        given = of_pairs.require_pairs(context.config, context.language.tokenizer)
-        if not given.held_out:
+    if roles.reading(stage.algorithm) is not None or compose.learns_from_given_pairs(stage):
+        from tpu_rl.commands import held_out_judges
+
+        judge = held_out_judges.of_stage(context, stage, algorithm, params)
+        if judge is None:
             print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
-            return Evaluations(_nothing, _nothing)
-        to_pairs = of_pairs.to_pairs(context, stage, params, given.usable)
-        rank = ranking(context, stage, algorithm, given, to_pairs)
-        return Evaluations(lambda params, in_full: rank(params), _nothing)
+        return Evaluations(judge or _nothing, _nothing)
     exact = context.unrounded()
     if stage.algorithm.experience.policy == "guided":
         policy = exact.guided_policy(stage.algorithm)
@@ -170,7 +152,10 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     tokenizer = context.language.tokenizer
     if config.evaluation_reward is None and not compose.is_judged(config):
         return None
-    problems = {name: _problems(context, rows) for name, rows in _sets(context).items()}
+    problems = {
+        name: held_out_rows.problems(context, rows)
+        for name, rows in held_out_rows.named_sets(context).items()
+    }
     problems = {name: rows for name, rows in problems.items() if rows}
     if not problems:
         return None
@@ -354,17 +339,19 @@ def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | Non
 
     None without such texts. A teacher writes its texts here, once: it stays as it is.
     """
+    from tpu_rl.evaluation import held_out_loss
+
     author = stage.algorithm.experience.imitates
     if author is None:
         return None
     tokenizer = context.language.tokenizer
     log_probs = compose.log_probs_of(context, "policy")
     losses = {}
-    for name, rows in _sets(context).items():
+    for name, rows in held_out_rows.named_sets(context).items():
         if author == "data":
             rows = [row for row in rows if tasks.brings_text(row)]
         else:
-            rows = _problems(context, rows)
+            rows = held_out_rows.problems(context, rows)
         if rows and author == "data":
             losses[name] = held_out_loss.held_out_loss(
                 log_probs, rows, tokenizer, context.max_length
@@ -390,139 +377,3 @@ def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | Non
 
 
 # --- given pairs ---
-
-
-def ranking(
-    context: RunContext,
-    stage: Stage,
-    algorithm: Algorithm,
-    given: GivenPairs,
-    to_pairs: ToPairs,
-) -> Callable[[Params], dict[str, float]]:
-    """Return a function that measures the policy's ranking of held-out pairs, or of judged
-    completions.
-
-    There is at least one of them.
-    """
-    tokenizer = context.language.tokenizer
-    _require_same_rows(given.held_out)
-    train_lengths, train_good = pair_accuracy.lengths_of(given.train, tokenizer, context.max_length)
-    if stage.algorithm.experience.graded:
-        labels = [bool(row["label"]) for row in given.held_out]
-        if len(set(labels)) < 2:
-            print(
-                "note: nothing is evaluated: held-out completions are not of both labels",
-                file=sys.stderr,
-            )
-            return lambda params: {}
-        log_probs = compose.log_probs_of(context, "policy")
-        return pair_accuracy.graded_accuracy(
-            log_probs, train_lengths, train_good, given.held_out, to_pairs
-        )
-    held_out = to_pairs(given.held_out)
-    return pair_accuracy.ranking_accuracy(
-        algorithm,
-        train_lengths,
-        held_out,
-        pair_accuracy.problems_of(given.held_out),
-        context.mesh,
-        context.config.mesh.context,
-        context.config.batch.share_prefixes,
-    )
-
-
-# --- reward models ---
-
-
-def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
-    """Return the accuracy of the stage's reward model on held-out pairs or steps.
-
-    `params` is the tree that the run, or the stage, began with.
-    """
-    if stage.algorithm.experience.source == "step_labels":
-        return reward_accuracy.step_judge(
-            context.models["reward"],
-            context.params_of("reward"),
-            _held_out_steps(context, params),
-            context.language.tokenizer,
-            context.max_length,
-        )
-    reading = roles.reading(stage.algorithm)
-    assert reading is not None
-    members = ["reward", *reading.others]
-    models = tuple(context.models[name] for name in members)
-    return reward_accuracy.pair_judge(
-        reward_model.score_functions(models, reading)[0],
-        [context.params_of(name) for name in members],
-        _held_out_pairs(context, stage, params),
-    )
-
-
-def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
-    if compose.learns_from_given_pairs(stage):
-        given = of_pairs.require_pairs(context.config, context.language.tokenizer)
-        _require_same_rows(given.held_out)
-        rows = [given.train, given.held_out]
-        if stage.algorithm.experience.graded:
-            rows = [reward_accuracy.of_ratings(ratings) for ratings in rows]
-        return reward_accuracy.given_pairs(*rows, context.language.tokenizer, context.max_length)
-    rows = _evaluation_rows(context)
-    if not rows:
-        return None
-    scored = _reference_completions(context, params, rows)
-    task = task_of(context.config.data)
-    return reward_accuracy.sampled_pairs(scored, rows, task.slices_of if task else no_slices)
-
-
-def _held_out_steps(context: RunContext, params: Params) -> list[Row]:
-    rows = _evaluation_rows(context)
-    task = task_of(context.config.data)
-    has_labels = context.config.algorithm.experience.sampled_by is None
-    if task is None or task.label_steps is None or not rows:
-        return rows if has_labels else []
-    scored = _reference_completions(context, params, rows)
-    return step_labels.label_steps(scored, rows, task.label_steps)
-
-
-def _evaluation_rows(context: RunContext) -> list[Row]:
-    config = context.config
-    if not config.evaluation.rows:
-        return []
-    rows = tasks.evaluation_rows(config.data, config.algorithm.experience, config.evaluation.rows)
-    _require_same_rows(rows)
-    return rows
-
-
-def _sets(context: RunContext) -> dict[str, list[Row]]:
-    """Return the sets of held-out rows by name: "" is that of the run, others are
-    --evaluation.sets."""
-    config = context.config
-    sets = {"": _evaluation_rows(context)}
-    if config.evaluation.rows:
-        for name, path in config.evaluation.named_sets.items():
-            sets[name] = tasks.rows_of_set(config.data, path, config.evaluation.rows)
-            _require_same_rows(sets[name])
-    return sets
-
-
-def _require_same_rows(rows: Sequence[Row]) -> None:
-    """Raise InputError if another process has other held-out rows. All processes call it."""
-    if processes.count() > 1:
-        agreement.require_equal({"the held-out rows": data.fingerprint(rows)})
-
-
-def _problems(context: RunContext, held_out: list[Row]) -> list[Row]:
-    """Return the held-out rows that can be answered."""
-    rows = tasks.problems(held_out)
-    if not rows or not (
-        isinstance(context.config.data, FileData) or context.config.evaluation.sets
-    ):
-        return rows
-    limit = context.config.sampling.max_prompt_tokens
-    return list(tasks.drop_misfits(rows, context.language.tokenizer, limit))
-
-
-def _reference_completions(context: RunContext, params: Params, rows: list[Row]) -> Scored:
-    """Return completions of the rows' prompts by the reference, whatever the seed of the run."""
-    engine = compose.rollout_engine(context, "reference", purpose=Purpose.EVALUATION, seed=0)
-    return engine.roll_out(params, RolloutRequest(rows, step=0))

@@ -21,11 +21,9 @@ from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import compose, roles, stages
 from tpu_rl.commands.config import FileData
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.commands.sources import of_pairs
 from tpu_rl.errors import InputError, printable
-from tpu_rl.experience.rows import label_flips, tasks
+from tpu_rl.experience.rows import tasks
 from tpu_rl.redaction import redact
-from tpu_rl.rewards import reward_model
 from tpu_rl.runtime import processes
 from tpu_rl.types import Params
 
@@ -41,6 +39,8 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     Raises:
         InputError: if no step of the run changed a weight.
     """
+    from tpu_rl.experience.rows import label_flips
+
     config = context.config
     run_dir = context.run_dir
     require_learned(run_dir)
@@ -193,6 +193,8 @@ def save_models(context: RunContext, params: Params) -> list[Path]:
     The model that the run is for goes to model/, others go to a folder with the name of their role.
     Adapters are merged into these, and are also saved by themselves, in model_adapter/, for PEFT.
     """
+    from tpu_rl.rewards import reward_model
+
     algorithm = context.config.algorithm
     product = roles.main_role(algorithm)
     tokenizer = context.language.tokenizer
@@ -220,6 +222,8 @@ def audit_pairs(context: RunContext, params: Params) -> None:
 
     Completions that are graded one by one have no margin, so there is no audit of them.
     """
+    from tpu_rl.commands.sources import of_pairs
+
     config = context.config
     stage = stages.of_run(config, context.run_dir, config.steps)[-1]
     if not compose.learns_from_given_pairs(stage) or stage.algorithm.experience.graded:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,25 @@ from jax.sharding import Mesh
 
 from tpu_rl import models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
-from tpu_rl.algos import QSharpConfig
 from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
-from tpu_rl.losses import return_distributions
 from tpu_rl.models.attention import cudnn_trial, flash, gpu_decode, gpu_decode_trial
 from tpu_rl.models.attention.cudnn import unsupported_reason
 from tpu_rl.models.config import DecoderConfig, Gemma4VisionConfig, WeightDtype, image_tokens
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
-from tpu_rl.sampler import derived_policies, guided_policy
+from tpu_rl.sampler import derived_policies
 from tpu_rl.tokenizers import Tokenizer, require_same_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params, Policy, Purpose, Role, Roles
+
+if TYPE_CHECKING:
+    from tpu_rl.algos import QSharpConfig
+    from tpu_rl.losses import return_distributions
+    from tpu_rl.sampler import guided_policy
 
 BUILTIN = "builtin:"
 
@@ -713,6 +716,8 @@ class RunContext(NamedTuple):
 
     def guided_policy(self, algorithm: Any) -> RolloutPolicy:
         """Return the role "policy" guided by the role "q", for a configuration of Q#."""
+        from tpu_rl.sampler import guided_policy
+
         policy = guide(self.policy("policy"), self.policy("q"), algorithm)
         reads = [self.params_of("policy"), self.params_of("q")]
         unguided = rollout_policy(policy, reads, self.sampling_layout)
@@ -774,6 +779,9 @@ def guide(
     method: return_distributions.Method = "q_sharp",
 ) -> Policy:
     """Return the reference guided by q; its params are `with_kl_coef` of the whole tree."""
+    from tpu_rl.losses import return_distributions
+    from tpu_rl.sampler import guided_policy
+
     return guided_policy.guide(
         reference,
         q,

@@ -30,11 +30,11 @@ from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_i
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.commands import compose, continued, evaluators, finish, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands.checks import dry_run, preflight
+from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.compose import Devices
 from tpu_rl.commands.config import ExperimentConfig, Stage, to_dict
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.diagnosis import debug_nans, host_agreement
+from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
@@ -94,6 +94,8 @@ def start(
         command: what continues the run, for messages.
         leave: ends the process at a SIGTERM before the first step. Without it, that step is taken.
     """
+    from tpu_rl.commands.checks import dry_run
+
     code = (CODE_FOLDER, *configuration.plugin_files(config))
     host_agreement.require_same_run(to_dict(config), code)
     if config.dry_run:
@@ -254,6 +256,8 @@ def compose_stage(
 
     The state consumes the params.
     """
+    from tpu_rl.diagnosis import debug_nans
+
     algorithm = compose.build_algorithm(context, stage)
     source = compose.make_source(context, stage, params)
     params = compose.reset_roles(context, stage, params)

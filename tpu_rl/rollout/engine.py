@@ -24,7 +24,7 @@ import numpy as np
 
 from tpu_rl import sampler
 from tpu_rl.data import Row
-from tpu_rl.rollout import conversations, image_prompts, prompts, scoring, signals, thinking
+from tpu_rl.rollout import image_prompts, prompts, scoring, signals
 from tpu_rl.rollout.group_selection import FirstGroups
 from tpu_rl.rollout.requests import Decoding as Decoding
 from tpu_rl.rollout.requests import Engine as Engine
@@ -38,8 +38,14 @@ from tpu_rl.types import Params, Rollout
 
 def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
     """Return the engine that answers each prompt, in a conversation if there is an environment."""
+    if decoding.thinking is not None and decoding.thinking.is_on:
+        from tpu_rl.rollout import thinking
+
+        decoding = thinking.controlled(decoding, scorer.tokenizer)
     if decoding.environment is None:
-        return _single_turn_engine(thinking.controlled(decoding, scorer.tokenizer), scorer)
+        return _single_turn_engine(decoding, scorer)
+    from tpu_rl.rollout import conversations
+
     converse = functools.partial(conversations.generate, decoding, scorer)
     return Engine(converse, scorer, scorer.resume)
 

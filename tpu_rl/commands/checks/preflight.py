@@ -23,18 +23,17 @@ import yaml
 from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files, wings
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos.grpo import GrpoConfig
-from tpu_rl.commands import compose, continued, micro_batches, roles
+from tpu_rl.commands import compose, micro_batches, roles
 from tpu_rl.commands.checks import config_checks, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
-from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError, printable
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import text_of_column
-from tpu_rl.rewards import registry, reward_model
+from tpu_rl.rewards import registry
 from tpu_rl.rewards.worker_pool import IsolatedReward
-from tpu_rl.rollout import episodes, scoring
+from tpu_rl.rollout import scoring
 from tpu_rl.rollout.scoring import ENVIRONMENT
 from tpu_rl.runtime import compilation_cache, processes
 from tpu_rl.runtime.host import (
@@ -70,6 +69,9 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
 
     Weights of a model of the hub are downloaded only if they are needed.
     """
+    from tpu_rl.commands import continued
+    from tpu_rl.rollout import episodes
+
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
     if processes.index() == 0:  # The only process that writes.
         for dashboard in metrics.DASHBOARDS:
@@ -399,6 +401,8 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
     Returns:
       (the first row of each kind that the stages read, warnings about all rows).
     """
+    from tpu_rl.data import files
+
     first_rows: list[data.Row] = []
     warnings: list[str] = []
     if not isinstance(config.data, FileData):
@@ -716,6 +720,8 @@ def reward_names(config: ExperimentConfig) -> list[str]:
 
 def reward_directories(config: ExperimentConfig) -> list[Path]:
     """Return the directories of the trained reward models of a run."""
+    from tpu_rl.rewards import reward_model
+
     parts = [part for name in reward_names(config) for part in registry.parts_of(name)]
     trained = [part for part in parts if is_directory(part)]
     return [folder for name in trained for folder in reward_model.directories(name)]

@@ -342,7 +342,7 @@ def memorized(originals: dict[str, Answers], variants: dict[str, Answers]) -> st
 
 
 def over_seeds(groups: dict[str, list[str]], scores: dict[str, list[float]], what: str) -> str:
-    """Return statistics of methods over seeds and tasks (see `evaluation.comparison`).
+    """Return statistics of methods over seeds and tasks (see `studies.comparison`).
 
     Args:
         groups: method -> runs.

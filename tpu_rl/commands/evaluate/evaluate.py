@@ -30,7 +30,7 @@ from rich.table import Table
 
 from tpu_rl import models, sampler
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import compose, evaluators, micro_batches, roles, stages
+from tpu_rl.commands import compose, evaluators, held_out_judges, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
@@ -723,7 +723,7 @@ def report_reward_model(flags: Flags) -> None:
     run_stages = stages.of_run(context.config, context.run_dir, step)
     stage = next(stage for stage in run_stages if step <= stage.last)
     with jax.set_mesh(context.mesh):
-        lines = evaluators.held_out_judge(context, stage, params)(params, True)
+        lines = held_out_judges.held_out_judge(context, stage, params)(params, True)
     table = Table("", "accuracy", "95 % interval", "problems", title=escape(flags.model))
     for name, estimate in lines:
         label = name.replace("_", " ") or "reward model"
@@ -749,7 +749,7 @@ def report_ranking(flags: Flags) -> None:
     with jax.set_mesh(context.mesh):
         algorithm = compose.build_algorithm(context, stage)
         to_pairs = of_pairs.trained_pairs(context, stage, given.usable)
-        measured = evaluators.ranking(context, stage, algorithm, given, to_pairs)(params)
+        measured = held_out_judges.ranking(context, stage, algorithm, given, to_pairs)(params)
     if not measured:
         return  # A note has said why.
     table = Table("", "ranked as labeled", "95 % interval", "n", title=escape(flags.model))

@@ -1,6 +1,6 @@
 """The data rows that a run trains on and is evaluated on.
 
-They come from a task that makes its own problems (`tpu_rl.environments.TASKS`), or from files.
+They come from a task that makes its own problems (`tpu_rl.wings.TASKS`), or from files.
 `make_stream` is the whole way from the data's configuration to an endless stream of batches of
 rows; the other functions are its parts.
 """
