@@ -23,7 +23,7 @@ from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.losses import return_distributions
 from tpu_rl.models.attention import cudnn_trial, flash, gpu_decode, gpu_decode_trial
 from tpu_rl.models.attention.cudnn import unsupported_reason
-from tpu_rl.models.config import DecoderConfig, Gemma4VisionConfig, WeightDtype, image_tokens
+from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
@@ -51,8 +51,7 @@ def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     tokenizer = load_tokenizer(config, directory)
     if not config.model.random_init:
         model, params = load(config, str(directory), mesh, config.model.lora.weight_dtype)
-        vision = model.config.vision
-        if isinstance(vision, Gemma4VisionConfig) and vision.has_audio:
+        if model.config.vision is not None and model.config.vision.has_audio:
             print(
                 "note: the model's tower for sound is not read, and a saved model has none",
                 file=sys.stderr,
@@ -123,7 +122,7 @@ def from_config(config: ExperimentConfig, directory: Path) -> Model:
 
 def _without_image_tokens(model: Model) -> Model:
     vision = model.config.vision
-    return model if vision is None else models.with_unsampled(model, image_tokens(vision))
+    return model if vision is None else models.with_unsampled(model, vision.tokens)
 
 
 def load(

@@ -5,7 +5,7 @@ model. `with_head`, `first_layers`, `with_lora` and the other `with_...` functio
 models.
 """
 
-from tpu_rl.models.config import UNTRAINED, DecoderConfig, LoraConfig, matrix_axes
+from tpu_rl.models.config import DecoderConfig, LoraConfig, matrix_axes
 from tpu_rl.models.decoder import axes, cast_to_compute_dtype, decoder
 from tpu_rl.models.heads import (
     first_layers,
@@ -44,6 +44,7 @@ from tpu_rl.models.policy import (
     with_unsampled,
 )
 from tpu_rl.models.quantization import quantize_tree
+from tpu_rl.models.vision.config import UNTRAINED
 
 __all__ = [
     "UNTRAINED",

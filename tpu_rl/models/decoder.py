@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models import exact, kv_cache, layers, quantization, vision
+from tpu_rl.models import exact, kv_cache, layers, quantization
 from tpu_rl.models.attention import decode, delta_rule, flash, latent
 from tpu_rl.models.attention.cudnn import TOKEN_MULTIPLE as CUDNN_TOKENS
 from tpu_rl.models.attention.cudnn import cudnn_attention
@@ -35,12 +35,10 @@ from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
     BLOCK_SCALE,
-    BOUNDS,
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
     LORA_B,
-    NO_BOUND,
     ONES,
     OUTPUT_DIMS,
     PLAIN_NORMS,
@@ -58,6 +56,10 @@ from tpu_rl.models.layers import ACTIVATIONS, CACHED, PACKED, ActivationAxes, To
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.models.quantization import Quantized
+from tpu_rl.models.vision import features as image_features
+from tpu_rl.models.vision import towers
+from tpu_rl.models.vision.config import BOUNDS, NO_BOUND, UNIT_SIZE
+from tpu_rl.models.vision.features import Features
 from tpu_rl.train.sharding import constrain, spread
 from tpu_rl.types import (
     FEATURES,
@@ -109,10 +111,10 @@ class Context(NamedTuple):
     I, O] that are read in place; None if each layer takes its own."""
     tokens: Array | None = None
     """[B, T]: the ids, for layers that add to those of images; None if none does."""
-    features: vision.Features | None = None
+    features: Features | None = None
     """The features of images that tokens refer to (see `models.vision`)."""
     image_queries: TokenIndex | None = None
-    """The queries of layers in which tokens of an image see all of it (`vision.two_way`)."""
+    """The queries of layers in which tokens of an image see all of it (see `features.two_way`)."""
     mixed: dict[str, Array] | None = None
     """See `types.MIXED_INPUTS`."""
     reused: LatestKeys | None = None
@@ -127,13 +129,10 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
 
     It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
     of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
-
-    Positions of a vision tower are as large as what they are added to: patches of pixels of size 1
-    give 1. Smaller ones are lost behind the first norm, and the tower does not learn places.
     """
     if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
-    if name in ("vision_class", "vision_position", "vision_axis_positions"):
+    if name in UNIT_SIZE:
         return 1.0
     if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
@@ -205,7 +204,7 @@ def param_shapes(config: DecoderConfig) -> Any:
         return Decoder(config).init(jax.random.key(0), token, None, context)["params"]
 
     shapes = jax.eval_shape(init, token)
-    return shapes if config.vision is None else shapes | vision.param_shapes(config)
+    return shapes if config.vision is None else shapes | towers.param_shapes(config)
 
 
 # Modules.
@@ -688,10 +687,9 @@ class Layer(Weights):
         sliding_window = config.sliding_window if self.layer_type == "sliding" else None
         sinks = self.weight("sink_bias") if config.sinks else None
         queries = context.queries
-        vision_config = self.config.vision
-        if context.image_queries is not None and vision_config is not None:
-            is_two_way = self.layer_type in vision_config.two_way
-            queries = context.image_queries if is_two_way else queries
+        two_way = self.config.vision.two_way if self.config.vision else ()
+        if context.image_queries is not None and self.layer_type in two_way:
+            queries = context.image_queries
         key_index = context.keys[self.layer_type]
         axes = PACKED if read_rows is None else CACHED
         token_shards = spread(axes.tokens, query.shape[1])
@@ -890,7 +888,9 @@ class Pattern(nn.Module):
             )
             if context.tokens is not None and context.features is not None:
                 number = mixture_layer + (0 if self.is_dense else config.dense_layers)
-                x = vision.add_deep_features(config, x, context.tokens, context.features, number)
+                x = image_features.add_deep_features(
+                    config, x, context.tokens, context.features, number
+                )
             usages.append(usage)
         return (x, cache, latest), usages
 
@@ -930,7 +930,7 @@ class Decoder(Weights):
             x += (context.mixed["share"] * (others - x)).astype(x.dtype)
         if config.vision is not None:
             features = context.features
-            x = vision.place_features(config, x, tokens, features)
+            x = image_features.place_features(config, x, tokens, features)
             has_deep = features is not None and features.deep is not None
             context = context._replace(tokens=tokens if has_deep else None)
 
@@ -1003,7 +1003,7 @@ class Decoder(Weights):
         """Return the own inputs [L, B, T, P] of all layers, for tokens [B, T] whose scaled
         embeddings are x [B, T, D].
 
-        `words` are the tokens, with `TableVisionConfig.layer_input_token` for features, which is
+        `words` are the tokens, with `VisionConfig.layer_input_token` for features, which is
         not trained there.
         """
         config = self.config
@@ -1101,8 +1101,8 @@ def packed_context(
     routing: Array | None = None,
     rotary_positions: Array | None = None,
 ) -> Context:
-    """Return the context of packed rows. `rotary_positions` are those of `vision`; None: those of
-    the tokens."""
+    """Return the context of packed rows. `rotary_positions` are those of `vision.features`; None:
+    those of the tokens."""
     keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
     angles = _angles(config, tokens.positions if rotary_positions is None else rotary_positions)
     sequences = delta_rule.packed_sequences(tokens) if config.is_recurrent else None
@@ -1210,11 +1210,11 @@ def decoder(config: DecoderConfig) -> Model:
         mixed = params.get(MIXED_INPUTS)
         if mixed is not None and token_shards > 1:
             mixed = mixed | {"tokens": mixed["tokens"][:, order]}
-        features = None if images is None else vision.features(config, params, images)
-        positions = vision.rotary_positions(config, tokens, token_index.positions, features)
+        features = None if images is None else towers.features(config, params, images)
+        positions = image_features.rotary_positions(config, tokens, token_index.positions, features)
         context = packed_context(config, token_index, key_tiles, paths, routing, positions)
         context = context._replace(
-            image_queries=vision.two_way(config, tokens, token_index, features),
+            image_queries=image_features.two_way(config, tokens, token_index, features),
             features=features,
             mixed=mixed,
         )
@@ -1274,15 +1274,15 @@ def decoder(config: DecoderConfig) -> Model:
         features = params.get(FEATURES)
         if MISSING_POSITIONS in cache:
             # The position of a token: its number, and what earlier tokens take more than one each.
-            added = vision.missing_positions(config, tokens, features)
+            added = image_features.missing_positions(config, tokens, features)
             before = cache[MISSING_POSITIONS][0][:, None] + jnp.cumsum(added, axis=1) - added
             positions = positions + before
             is_committed = jnp.arange(tokens.shape[1])[None] < commit[:, None]
             committed = jnp.where(is_committed, added, 0).sum(1)
             unwritten[MISSING_POSITIONS] = cache[MISSING_POSITIONS] + committed[None]
-        positions = vision.rotary_positions(config, tokens, positions, features)
+        positions = image_features.rotary_positions(config, tokens, positions, features)
         context = cached_context(config, queries, views, lengths, commit, in_place, positions)
-        image_queries = vision.two_way(config, tokens, queries, features)
+        image_queries = image_features.two_way(config, tokens, queries, features)
         context = context._replace(image_queries=image_queries, features=features)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs

@@ -58,7 +58,7 @@ tokens between runs."""
 
 
 class Tower(Protocol):
-    """The images of a model: its `models.config.VisionConfig`."""
+    """The images of a model: its `vision.config.VisionConfig`."""
 
     @property
     def features_per_piece(self) -> int:
@@ -67,12 +67,12 @@ class Tower(Protocol):
 
     @property
     def gap(self) -> str:
-        """See `models.config.VisionConfig.gap`."""
+        """See `vision.config.VisionConfig.gap`."""
         ...
 
     @property
     def written(self) -> str:
-        """See `models.config.Written`."""
+        """See `vision.config.Written`."""
         ...
 
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:

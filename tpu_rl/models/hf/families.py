@@ -23,7 +23,9 @@ from tpu_rl.models.config import (
     NormConfig,
     VocabConfig,
 )
-from tpu_rl.models.hf import moe_families, qwen_vision_files, rope_config, vision_files
+from tpu_rl.models.hf import moe_families, rope_config
+from tpu_rl.models.hf.checks import require_size
+from tpu_rl.models.vision import qwen_files, square_files, towers
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
@@ -663,7 +665,7 @@ def read_config(
     rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
     vision = None
     if reads_images:
-        vision = vision_files.read_vision(outer, hf["hidden_size"], where)
+        vision = towers.TOWERS[outer["model_type"]].read(outer, hf["hidden_size"], where)
     has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
     moe = moe_families.read_moe(hf, where) if has_mixture else None
     return DecoderConfig(
@@ -711,7 +713,7 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if "tie_word_embeddings" in source:
             inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
         return _text_config(inner, where)
-    if model_type in qwen_vision_files.TOWERS:
+    if model_type in qwen_files.TOWERS:
         return _qwen_text_config(source)
     if model_type in VISION and isinstance(source.get("text_config"), Mapping):
         inner = source["text_config"]
@@ -719,7 +721,7 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if inner.get("model_type", default) == default:
             inner = VISION[model_type] | inner
         tied = source.get("tie_word_embeddings", model_type == "internvl")
-        if model_type in (*vision_files.IDEFICS, "internvl"):
+        if model_type in (*square_files.IDEFICS, "internvl"):
             # As transformers does: the outer field decides.
             return _text_config({**inner, "tie_word_embeddings": tied}, where)
         return _text_config({"tie_word_embeddings": tied, **inner}, where)
@@ -739,7 +741,7 @@ def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     defaults = VISION[source["model_type"]]
     inner = source.get("text_config")
     if not isinstance(inner, Mapping):
-        outer = qwen_vision_files.OUTER_FIELDS
+        outer = qwen_files.OUTER_FIELDS
         inner = {name: value for name, value in source.items() if name not in outer}
     # As transformers: the outer field decides, and files of Qwen2.5-VL may have it inside.
     is_tied = bool(source.get("tie_word_embeddings"))
@@ -755,7 +757,7 @@ def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
         value = hf[field]
         if value is None and field not in REQUIRED:
             continue  # It follows from the others.
-        moe_families.require_size(field, value, largest, where)
+        require_size(field, value, largest, where)
 
 
 def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:
@@ -903,10 +905,8 @@ def _read_full_heads(
             )
     head_dim = sizes.get("head_dim", hf["head_dim"])
     num_kv_heads = sizes.get("num_key_value_heads", hf["num_key_value_heads"])
-    moe_families.require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"], where)
-    moe_families.require_size(
-        "num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"], where
-    )
+    require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"], where)
+    require_size("num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"], where)
     if head_dim % 2 or hf["num_attention_heads"] % num_kv_heads:
         raise InputError(
             f"full layers with heads of dimension {head_dim} and {num_kv_heads} key-value heads "
@@ -932,7 +932,7 @@ def _read_small_gemma4(
     fields: dict[str, Any] = {}
     reusing = hf["num_kv_shared_layers"]
     if reusing:
-        moe_families.require_size("num_kv_shared_layers", reusing, len(layer_types) - 1, where)
+        require_size("num_kv_shared_layers", reusing, len(layer_types) - 1, where)
         missing = {*layer_types[-reusing:]} - {*layer_types[:-reusing]}
         if missing:
             raise InputError(
@@ -947,9 +947,7 @@ def _read_small_gemma4(
             fields["reusing_mlp_size"] = 2 * hf["intermediate_size"]
     size = hf["hidden_size_per_layer_input"]
     if size:
-        moe_families.require_size(
-            "hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"], where
-        )
+        require_size("hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"], where)
         if hf["vocab_size_per_layer_input"] != hf["vocab_size"]:
             raise InputError(
                 f"vocab_size_per_layer_input = {str(hf['vocab_size_per_layer_input'])[:40]} is not "
@@ -976,7 +974,7 @@ def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
         "taps": "linear_conv_kernel_dim",
     }
     for field in sizes.values():
-        moe_families.require_size(field, hf[field], MAX_SIZES["head_dim"], where)
+        require_size(field, hf[field], MAX_SIZES["head_dim"], where)
     delta = DeltaConfig(**{size: hf[field] for size, field in sizes.items()})
     if delta.value_heads % delta.key_heads:
         raise InputError(

@@ -8,6 +8,7 @@ from typing import Any
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import AttentionConfig, LatentConfig, MoeConfig
 from tpu_rl.models.hf import rope_config
+from tpu_rl.models.hf.checks import require_size
 
 # Values that transformers assumes for fields that a configuration does not have.
 
@@ -189,17 +190,6 @@ OLMOE_NAMES = NAMES | {
 
 MAX_EXPERTS = 2**14
 MAX_INTERMEDIATE_SIZE = 2**22
-
-
-def require_size(field: str, size: Any, largest: int, where: str) -> None:
-    """Raise InputError unless a field of a configuration is a whole number from 1 to `largest`."""
-    if type(size) is not int or not 1 <= size <= largest:
-        raise InputError(
-            f"{field} = {str(size)[:40]} is out of range",
-            where=where,
-            why=f"it must be a whole number from 1 to {largest:,}",
-            fix="correct config.json, or download it again",
-        )
 
 
 def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
