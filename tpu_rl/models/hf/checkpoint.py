@@ -249,12 +249,7 @@ def load(
     target_shapes = param_shapes(target.config)
     placements = _placements(target, target_shapes, mesh)
     shardings = _placements(model, shapes, mesh)
-    file_tensors = weight_locations(model)
-    parts_of_leaf: dict[tuple[str, ...], list[_StoredPart]] = {}
-    for name, file_tensor in file_tensors.items():
-        for location in file_tensor.locations:
-            part = _StoredPart(stored[name], location)
-            parts_of_leaf.setdefault(location.path, []).append(part)
+    parts_of_leaf = _parts_of_leaf(model, stored)
 
     def load_leaf(path, shape: jax.ShapeDtypeStruct, leaf_sharding: Sharding) -> Any:
         keys = tuple(key.key for key in path)
@@ -292,6 +287,18 @@ def load(
     params = quantization.with_scales(leaves)
     _require_finite(directory, stored, params)
     return target, params
+
+
+def _parts_of_leaf(
+    model: Model, stored: Mapping[str, StoredTensor | Mxfp4Tensor]
+) -> dict[tuple[str, ...], list[_StoredPart]]:
+    """Return path of a leaf -> the stored parts of its layers, and of their experts, in order."""
+    parts: dict[tuple[str, ...], list[_StoredPart]] = {}
+    for name, file_tensor in weight_locations(model).items():
+        for location in file_tensor.locations:
+            part = _StoredPart(stored[name], location)
+            parts.setdefault(location.path, []).append(part)
+    return parts
 
 
 def _placements(model: Model, shapes: Any, mesh: Mesh | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,15 +29,46 @@ def require_supported(
         fields: name -> (value, True if it is supported).
         where: the file.
         why: what would be wrong.
-        fix: a remedy, in which {name} stands for the name of the field.
+        fix: a remedy.
         subject: what has the field, before its name in the error.
     """
     for name, (value, is_supported) in fields.items():
         if not is_supported:
-            shown = repr(value) if isinstance(value, str) else str(value)
             raise InputError(
-                f"{subject}{name} = {shown[:80]} is not supported",
+                f"{subject}{name} = {repr(value)[:80]} is not supported",
                 where=where,
                 why=why,
-                fix=fix.format(name=name),
+                fix=fix,
             )
+
+
+def require_values(
+    hf: Mapping[str, Any],
+    supported: Mapping[str, Any],
+    where: str,
+    *,
+    why: str,
+    subject: str = "",
+) -> None:
+    """Raise InputError for the first field that has another value than the one supported."""
+    for name, value in supported.items():
+        if hf[name] != value:
+            raise InputError(
+                f"{subject}{name} = {str(hf[name])[:80]} is not supported",
+                where=where,
+                why=why,
+                fix=f"use a model with {name} = {json.dumps(value)}",
+            )
+
+
+def require_heads(num_heads: int, head_dim: int, num_kv_heads: int, where: str, fix: str) -> None:
+    """Raise InputError unless heads have pairs of dimensions, and key-value heads divide them."""
+    if head_dim % 2 or num_heads % num_kv_heads:
+        raise InputError(
+            f"{num_heads} heads of dimension {head_dim} with {num_kv_heads} key-value heads are "
+            "not supported",
+            where=where,
+            why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
+            "heads",
+            fix=fix,
+        )

@@ -8,7 +8,7 @@ from typing import Any
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import AttentionConfig, LatentConfig, MoeConfig
 from tpu_rl.models.hf import rope_config
-from tpu_rl.models.hf.checks import require_size
+from tpu_rl.models.hf.checks import require_size, require_values
 
 # Values that transformers assumes for fields that a configuration does not have.
 
@@ -259,18 +259,12 @@ def _read_grouped_routing(
     """Read the fields that DeepSeek-V3 has beside those of other mixtures; none for the others."""
     if "n_routed_experts" not in hf:
         return {}
-    for field, supported in (
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        if hf[field] != supported:
-            raise InputError(
-                f"{field} = {str(hf[field])[:40]} is not supported",
-                where=where,
-                why="the router would choose other experts",
-                fix=f"use a model with {field} = {supported}",
-            )
+    require_values(
+        hf,
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        where,
+        why="the router would choose other experts",
+    )
     groups, chosen, shared = (hf[name] for name in ("n_group", "topk_group", "n_shared_experts"))
     are_counts = all(type(number) is int and number >= 1 for number in (groups, chosen, shared))
     if (

@@ -112,26 +112,16 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
     is_internvl = model_type == "internvl"
     merge, squares = _squares(source, fields, where)
 
-    # Features are the states of one layer, counted from the first or, below 0, from the last.
-    stated: Mapping[str, Any] = source if family.reads_layer else {}
-    num_layers = fields["num_hidden_layers"]
-    layer = stated.get("vision_feature_layer", -2 if model_type == "llava" else -1)
-    num_read = None
-    if isinstance(layer, int):
-        num_read = layer if layer >= 0 else num_layers + 1 + layer
-    strategies = ["default"] if is_internvl else ["default", "full"]
-    strategy = "full"
-    if family.reads_layer:
-        strategy = source.get("vision_feature_select_strategy", "default")
-
+    layer, strategy, checks = _feature_layer(source, fields["num_hidden_layers"])
     activation = fields["hidden_act"]
-    projector_activation = stated.get("projector_hidden_act", "gelu")
+    projector_activation = "gelu"
+    if family.reads_layer:
+        projector_activation = source.get("projector_hidden_act", "gelu")
     num_heads = fields["num_attention_heads"]
     own = {name: fields.get(name, value) for name, value in INTERNVL_VALUES.items()}
     require_supported(
         {
-            "vision_feature_layer": (layer, num_read in range(num_layers + 1)),
-            "vision_feature_select_strategy": (strategy, strategy in strategies),
+            **checks,
             "projector_hidden_act": (
                 projector_activation,
                 projector_activation in ACTIVATION_NAMES,
@@ -163,8 +153,8 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
         patch_size=fields["patch_size"],
         hidden_size=fields["hidden_size"],
         mlp_size=fields["intermediate_size"],
-        num_layers=num_layers,
-        num_read_layers=num_read or 0,
+        num_layers=fields["num_hidden_layers"],
+        num_read_layers=layer,
         num_heads=num_heads,
         eps=float(fields["layer_norm_eps"]),
         activation=ACTIVATION_NAMES[activation],
@@ -223,6 +213,28 @@ def _tower(source: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
         if type(value) is int:
             require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE, where)
     return kind, fields
+
+
+def _feature_layer(
+    source: Mapping[str, Any], num_layers: int
+) -> tuple[int, str, dict[str, tuple[Any, bool]]]:
+    """Return (number of layers whose states are features, which of the states, the fields about
+    them for `require_supported`)."""
+    model_type = source["model_type"]
+    if not FAMILIES[model_type].reads_layer:
+        return num_layers, "full", {}
+    # Layers are counted from the first or, below 0, from the last.
+    layer = source.get("vision_feature_layer", -2 if model_type == "llava" else -1)
+    count = -1
+    if isinstance(layer, int):
+        count = layer if layer >= 0 else num_layers + 1 + layer
+    strategies = ["default"] if model_type == "internvl" else ["default", "full"]
+    strategy = source.get("vision_feature_select_strategy", "default")
+    checks = {
+        "vision_feature_layer": (layer, 0 <= count <= num_layers),
+        "vision_feature_select_strategy": (strategy, strategy in strategies),
+    }
+    return count, strategy, checks
 
 
 def _squares(
