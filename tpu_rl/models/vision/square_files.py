@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from tpu_rl.errors import InputError
@@ -108,7 +107,6 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
     model_type = source["model_type"]
     family = FAMILIES[model_type]
     kind, fields = _tower(source, where)
-    is_gemma = model_type == "gemma3"
     is_internvl = model_type == "internvl"
     merge, squares = _squares(source, fields, where)
 
@@ -147,7 +145,7 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
         # Nothing reads SigLIP's pooling head, which is left out.
         outer["vision_config"] = {**source["vision_config"], "vision_use_head": False}
     token = source.get("image_token_index", source.get("image_token_id", family.image_token))
-    config = SquareVisionConfig(
+    return SquareVisionConfig(
         model_type=model_type,
         image_size=fields["image_size"],
         patch_size=fields["patch_size"],
@@ -172,15 +170,22 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
         projector=family.projector,
         merge=merge,
         source=json.dumps(outer, sort_keys=True),
+        **(_gemma_tokens(source) if model_type == "gemma3" else {}),
     )
-    if not is_gemma:
-        return config
+
+
+def _gemma_tokens(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `SquareVisionConfig` about the tokens around an image, for Gemma 3."""
     first, last = (
         int(source.get(f"{name}_index", source.get(f"{name}_id", default)))
         for name, default in (("boi_token", 255_999), ("eoi_token", 256_000))
     )
-    two_way = ("full", "sliding")
-    return replace(config, around=(first, last), gap="\n\n", written="before", two_way=two_way)
+    return {
+        "around": (first, last),
+        "gap": "\n\n",
+        "written": "before",
+        "two_way": ("full", "sliding"),
+    }
 
 
 def _tower(source: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
