@@ -21,7 +21,7 @@ from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.losses import return_distributions
-from tpu_rl.models.attention import cudnn_trial, flash, gpu_decode, gpu_decode_trial
+from tpu_rl.models.attention import flash, gpu_decode, gpu_trials
 from tpu_rl.models.attention.cudnn import unsupported_reason
 from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
@@ -364,14 +364,14 @@ def _decode_obstacle(config: DecoderConfig, mesh: Mesh) -> str:
     reason = gpu_decode.unsupported_reason(config.attention, mesh.devices.flat[0])
     if reason:
         return reason
-    error_of = gpu_decode_trial.error_of(config.dtype)
-    return cudnn_trial.failure_reason(config.attention, mesh, error_of)
+    error_of = gpu_trials.gpu_decode_error(config.dtype)
+    return gpu_trials.failure_reason(config.attention, mesh, error_of)
 
 
 def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
     """Return why cuDNN cannot compute a model's attention; "" if it can."""
     reason = unsupported_reason(config, row_length, mesh)
-    return reason or cudnn_trial.failure_reason(config.attention, mesh)
+    return reason or gpu_trials.failure_reason(config.attention, mesh, gpu_trials.cudnn_error)
 
 
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:

@@ -581,8 +581,7 @@ def _visit_groups(
     """Visit the blocks that groups share, and keep the sums of each row in `row_sums`.
 
     Queries of MEMBERS members, [MEMBERS G, E], are multiplied with a block at once. `rooms` are
-    those of the queries and the sums of a group. Returns the visit after them, and the next one to
-    load.
+    for queries and sums of a group. Returns the visit after them, and the next one to load.
     """
     visits = part.visits
     queries, *sums_rooms = rooms
