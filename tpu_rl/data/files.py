@@ -680,12 +680,15 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
 
 # --- warnings ---
 
+MAX_DUPLICATE_SHARE = 0.1
+"""Repeated prompts are reported above this share of the rows."""
+MAX_REPEATING_SHARE = 0.5
+"""The same for answers that begin with their prompt."""
+
 
 def warnings(
     rows: Sequence[Row],
     held_out: Sequence[Row],
-    max_duplicate_share: float = 0.1,
-    max_repeating_share: float = 0.5,
     compares_prompts: bool = True,
 ) -> list[str]:
     """Return one line for each thing about valid rows that is rarely intended, with its count.
@@ -693,8 +696,6 @@ def warnings(
     Args:
         rows: the training rows.
         held_out: the held-out rows.
-        max_duplicate_share: repeated prompts are reported above this share of the rows.
-        max_repeating_share: the same for answers that begin with their prompt.
         compares_prompts: False if other columns say what a row asks, as with an environment. Equal
             and blank prompts are then not reported.
     """
@@ -724,7 +725,7 @@ def warnings(
         if row.get("prompt"):
             prompts.append(inputs[-1])
     num_duplicates = len(prompts) - len(np.unique(np.array(prompts)))
-    if is_compared or num_duplicates <= max_duplicate_share * len(rows):
+    if is_compared or num_duplicates <= MAX_DUPLICATE_SHARE * len(rows):
         num_duplicates = 0
     held_out_inputs = [_input_hash(row) for row in held_out]
     num_known = int(np.isin(held_out_inputs, np.array(inputs)).sum())
@@ -734,7 +735,7 @@ def warnings(
         (num_nul, "rows hold the character NUL"),
         (num_blank, "prompts are nothing but white space"),
         (
-            num_repeating if num_repeating > max_repeating_share * len(rows) else 0,
+            num_repeating if num_repeating > MAX_REPEATING_SHARE * len(rows) else 0,
             "pairs repeat their prompt in both answers: remove it from the answers",
         ),
         (num_empty, "rows have an answer without a text: only its end is learned"),

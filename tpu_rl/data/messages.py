@@ -237,7 +237,7 @@ def canonical_tools(tools: Any) -> list[Any] | None:
     Raises:
         ValueError: if they are neither objects nor the JSON text of objects.
     """
-    given = tools
+    original = tools
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -247,7 +247,7 @@ def canonical_tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list | dict):
         raise ValueError(
-            f"`tools` is a list of objects, or such a list as JSON text, not {shown(given)}"
+            f"`tools` is a list of objects, or such a list as JSON text, not {shown(original)}"
         )
     result = []
     for tool in [tools] if isinstance(tools, dict) else tools:

@@ -204,18 +204,18 @@ def _with_system(row: Row, columns: Sequence[str]) -> Row:
     Raises:
         ValueError: if the conversation has another system message, or two columns differ.
     """
-    found = {
+    texts = {
         name: row[name]
         for name in SYSTEM_COLUMNS
         if name not in columns and isinstance(row.get(name), str) and row[name]
     }
     column = "messages" if isinstance(row.get("messages"), list) else "prompt"
     targets = [name for name in ("messages", "prompt") if row.get(name)]
-    if not found or column not in targets:
+    if not texts or column not in targets:
         return row
-    if len(set(found.values())) > 1:
-        raise ValueError(f"`{'` and `'.join(found)}` differ: which one is the system message?")
-    name, text = next(iter(found.items()))
+    if len(set(texts.values())) > 1:
+        raise ValueError(f"`{'` and `'.join(texts)}` differ: which one is the system message?")
+    name, text = next(iter(texts.items()))
     for target in targets:
         conversation = row[target]
         if isinstance(conversation, str):
@@ -419,10 +419,10 @@ def _take_prompt_once(row: Row) -> Row:
         split = {"prompt": row["completion"][:length], "completion": row["completion"][length:]}
     else:
         raise ValueError("one of `chosen` and `rejected` begins with the prompt, and one does not")
-    system, asked = _without_system(prompt)
+    system, question = _without_system(prompt)
     inner_system, inner = _without_system(split["prompt"])
-    is_beginning = _same(inner[: len(asked)], asked)
-    is_last = isinstance(row["prompt"], str) and inner and _same(inner[-1:], asked)
+    is_beginning = _same(inner[: len(question)], question)
+    is_last = isinstance(row["prompt"], str) and inner and _same(inner[-1:], question)
     if not is_beginning and not is_last:
         raise ValueError(
             f"`{whole[0]}` is a whole conversation, and it does not begin with `prompt`: which of "

@@ -58,15 +58,8 @@ def _selecting_policy(policy: Policy, select: Callable[[Params], Params]) -> Pol
     def init_cache(params: Params, rows: int, length: int) -> Any:
         return policy.init_cache(select(params), rows, length)
 
-    def extend(
-        params: Params,
-        cache: Any,
-        tokens: Array,
-        positions: Array,
-        branch_ids: Array,
-        commit: Array,
-    ) -> tuple[Array, Any]:
-        return policy.extend(select(params), cache, tokens, positions, branch_ids, commit)
+    def extend(params: Params, cache: Any, *arguments: Any, **named: Any) -> tuple[Array, Any]:
+        return policy.extend(select(params), cache, *arguments, **named)
 
     return Policy(init_cache, extend, policy.max_rollback, policy.exact)
 

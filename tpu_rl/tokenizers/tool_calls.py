@@ -264,8 +264,8 @@ def _read_blocks(text: str, row: Format, parameters: Parameters, in_thought: boo
             parts.clear()
             thought_end = position
         else:
-            found, position = _read_block(text, position, row, parameters)
-            calls += found
+            of_block, position = _read_block(text, position, row, parameters)
+            calls += of_block
     content = "".join([text[:thought_end], *parts, text[position:]])
     for mark in row.brackets:
         content = content.replace(mark, "")
@@ -761,9 +761,9 @@ def _read_llama(text: str, row: Format, parameters: Parameters, in_thought: bool
     calls: Calls = []
     position = 0
     while position < len(body):
-        found, end = _read_json(body, position)
-        calls += found
-        if isinstance(found[-1], BadCall):
+        of_json, end = _read_json(body, position)
+        calls += of_json
+        if isinstance(of_json[-1], BadCall):
             break
         separator = re.compile(r"[ \n;,]*").match(body, end)
         assert separator is not None
@@ -940,10 +940,10 @@ def _read_python_call(call: ast.Call, parameters: Parameters) -> ToolCall | BadC
     names = list(parameters.get(name, {}))
     if len(call.args) > len(names) or any(keyword.arg is None for keyword in call.keywords):
         return BadCall(f"{name} has {len(names)} parameters")
-    given = dict(zip(names, call.args, strict=False))
-    given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
+    arguments = dict(zip(names, call.args, strict=False))
+    arguments |= {str(keyword.arg): keyword.value for keyword in call.keywords}
     try:
-        return ToolCall(name, {key: literal(value) for key, value in given.items()})
+        return ToolCall(name, {key: literal(value) for key, value in arguments.items()})
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return BadCall("its arguments are no plain values")
 

@@ -727,8 +727,8 @@ def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     is_tied = bool(source.get("tie_word_embeddings"))
     if source["model_type"] not in ("qwen3_vl", "qwen3_vl_moe"):
         is_tied = is_tied or bool(inner.get("tie_word_embeddings"))
-    own = {"model_type": defaults["model_type"], "tie_word_embeddings": is_tied}
-    return {**defaults, **inner, **own}
+    model_type = defaults["model_type"]
+    return {**defaults, **inner, "model_type": model_type, "tie_word_embeddings": is_tied}
 
 
 def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:

@@ -200,14 +200,14 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
     """
     where = where or "config.json"
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
-        given = (
+        stated = (
             f"decoder_sparse_step = {hf['decoder_sparse_step']}, "
             f"mlp_only_layers = {hf['mlp_only_layers']}"
         )
         raise InputError(
             "models in which only some layers have experts are not supported",
             where=where,
-            why=given[:200],
+            why=stated[:200],
             fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
         )
     # Newer files may have either name, in any family.

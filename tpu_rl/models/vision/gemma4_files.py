@@ -47,15 +47,15 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> Gemma4VisionC
         InputError: a field is out of range or not supported.
     """
     del text_size
-    given = source.get("vision_config")
-    if not isinstance(given, Mapping):
+    tower = source.get("vision_config")
+    if not isinstance(tower, Mapping):
         raise InputError(
             "the model has no vision tower",
             where=where,
-            why=f"vision_config is {given!r}",
+            why=f"vision_config is {tower!r}",
             fix="leave --model.images out, or use the files that were published with the tower",
         )
-    fields = TOWER | {name: value for name, value in given.items() if value is not None}
+    fields = TOWER | {name: value for name, value in tower.items() if value is not None}
     for name, default in TOWER.items():
         if type(default) is int:
             require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE, where)

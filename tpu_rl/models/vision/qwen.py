@@ -190,11 +190,11 @@ def _window_attention(
 
     def with_neighbors(part: Array) -> Array:
         """[1, T, ...] -> [T / size, 3 size, ...]; nothing sees the zeros beyond both ends."""
-        own = blocks(part)
-        zeros = jnp.zeros_like(own[:1])
-        before = jnp.concatenate([zeros, own[:-1]])
-        after = jnp.concatenate([own[1:], zeros])
-        return jnp.concatenate([before, own, after], axis=1)
+        middle = blocks(part)
+        zeros = jnp.zeros_like(middle[:1])
+        before = jnp.concatenate([zeros, middle[:-1]])
+        after = jnp.concatenate([middle[1:], zeros])
+        return jnp.concatenate([before, middle, after], axis=1)
 
     queries, keys = index
     attended = layers.dense_attention(

@@ -76,8 +76,8 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> QwenVisionCon
         InputError: a field is out of range or not supported.
     """
     kind = str(source["model_type"])
-    given = source.get("vision_config") or {}
-    fields = {**COMMON, **TOWERS[kind], **{k: v for k, v in given.items() if v is not None}}
+    tower = source.get("vision_config") or {}
+    fields = {**COMMON, **TOWERS[kind], **{k: v for k, v in tower.items() if v is not None}}
     is_first = kind == "qwen2_vl"
     # Qwen2-VL's hidden_size is that of the text.
     width = fields["embed_dim"] if is_first else fields["hidden_size"]

@@ -116,7 +116,7 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
     if family.reads_layer:
         projector_activation = source.get("projector_hidden_act", "gelu")
     num_heads = fields["num_attention_heads"]
-    own = {name: fields.get(name, value) for name, value in INTERNVL_VALUES.items()}
+    tower_values = {name: fields.get(name, value) for name, value in INTERNVL_VALUES.items()}
     require_supported(
         {
             **checks,
@@ -132,7 +132,7 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
             **squares,
             **{
                 f"vision_config.{name}": (value, not is_internvl or value == INTERNVL_VALUES[name])
-                for name, value in own.items()
+                for name, value in tower_values.items()
             },
         },
         where,
