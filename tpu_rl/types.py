@@ -100,7 +100,7 @@ tokens: the row shares nothing."""
 
 FEATURES = "image_features"
 """Entry of the params of a model that reads images, while it samples: the features of the images
-that token ids from the vocabulary's size on refer to (`models.vision.Features`)."""
+that token ids from the vocabulary's size on refer to (`models.vision.features.Features`)."""
 
 MIXED_INPUTS = "mixed_inputs"
 """Entry of the params of a model while it reads packed rows: {"tokens": [R, S] int32, "share": []}.

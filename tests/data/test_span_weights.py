@@ -1,11 +1,13 @@
 """Weights of parts of an answer: the forms in rows, and the tokens that they reach."""
 
+import functools
+
 import pytest
 
 from tpu_rl import data, tokenizers
 from tpu_rl.data import shapes
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import ChatConfig, TokenizerConfig
+from tpu_rl.tokenizers import ChatConfig, TokenizerConfig, span_tokens
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,'! \n<>/"
 TEMPLATE = (
@@ -185,8 +187,9 @@ def test_a_token_of_two_spans_has_the_smaller_weight(tmp_path):
     # Long answers are decoded in pieces, which say the same as the whole.
     text = "a \U0001f600 no\ufffdb\n" * 12
     context, ids = tokenizer.encode("\U0001f600 hi"), tokenizer.encode(text)
-    pieces = tokenizer._written(context, ids, text, 2)
-    whole = tokenizer._written(context, ids, text, len(ids))
+    decode = functools.partial(tokenizer.decode, skip_special=False)
+    pieces = span_tokens._written(decode, context, ids, text, 2)
+    whole = span_tokens._written(decode, context, ids, text, len(ids))
     assert [pieces(count) for count in range(len(ids) + 1)] == [
         whole(count) for count in range(len(ids) + 1)
     ]

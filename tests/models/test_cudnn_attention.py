@@ -25,7 +25,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
-from tpu_rl.models.attention import cudnn_trial
+from tpu_rl.models.attention import gpu_trials
 from tpu_rl.models.attention.cudnn import cudnn_attention, unsupported_reason
 from tpu_rl.models.config import LatentConfig
 from tpu_rl.runtime import processes
@@ -176,15 +176,17 @@ def test_cudnn_is_the_default_on_gpus(monkeypatch, capsys):
 WINDOWED = dataclasses.replace(tiny("llama3").model.config.attention, sliding_window=128)
 
 
+def trial() -> str:
+    return gpu_trials.failure_reason.__wrapped__(WINDOWED, one_device(), gpu_trials.cudnn_error)
+
+
 def test_trial_reports_that_cudnn_does_not_compile():
-    assert cudnn_trial.failure_reason.__wrapped__(WINDOWED, one_device()).startswith(
-        "it does not compile: "
-    )
+    assert trial().startswith("it does not compile: ")
 
 
 @pytest.mark.slow
 def test_trial_accepts_correct_attention(by_xla):
-    assert cudnn_trial.failure_reason.__wrapped__(WINDOWED, one_device()) == ""
+    assert trial() == ""
 
 
 WRONG = {
@@ -214,9 +216,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_trial_detects_wrong_masks(wrong, by_xla, monkeypatch):
     monkeypatch.setattr("tpu_rl.models.attention.cudnn.attention_mask", WRONG[wrong])
-    assert cudnn_trial.failure_reason.__wrapped__(WINDOWED, one_device()).startswith(
-        "in a trial it differs"
-    )
+    assert trial().startswith("in a trial it differs")
 
 
 def test_trial_reports_a_failure_at_run_time(by_xla, monkeypatch):
@@ -228,23 +228,24 @@ def test_trial_reports_a_failure_at_run_time(by_xla, monkeypatch):
             return SimpleNamespace(compile=lambda: failing)
 
     monkeypatch.setattr(jax, "jit", lambda function: Lowered())
-    fault = cudnn_trial.failure_reason.__wrapped__(WINDOWED, one_device())
+    fault = trial()
     assert fault == "it does not run: CUDNN_STATUS_EXECUTION_FAILED"
 
 
 def test_trial_fails_if_it_fails_on_another_host(by_xla, monkeypatch):
     monkeypatch.setattr(processes, "any_of", lambda here: True)
-    assert "another host" in cudnn_trial.failure_reason.__wrapped__(WINDOWED, one_device())
+    assert "another host" in trial()
 
 
 OVER_ALL_DEVICES = """
 import jax
 from tests.models import test_cudnn_attention as here
 from tpu_rl.train import sharding
-from tpu_rl.models.attention import cudnn_trial
+from tpu_rl.models.attention import gpu_trials
 call = jax.nn.dot_product_attention
 jax.nn.dot_product_attention = lambda *given, implementation, **how: call(*given, **how)
-assert cudnn_trial.failure_reason(here.WINDOWED, sharding.make_mesh(fsdp=2, tensor=2)) == ""
+mesh = sharding.make_mesh(fsdp=2, tensor=2)
+assert gpu_trials.failure_reason(here.WINDOWED, mesh, gpu_trials.cudnn_error) == ""
 """
 
 

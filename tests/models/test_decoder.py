@@ -592,7 +592,7 @@ def test_unsupported_linear_attention_is_refused(change, message):
             {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99},
             "vocab_size_per_layer_input = 99 is not supported",
         ),
-        ({"num_global_key_value_heads": 3}, "and 3 key-value heads"),
+        ({"num_global_key_value_heads": 3}, "with 3 key-value heads"),
         ({"global_head_dim": 0}, "global_head_dim = 0 is out of range"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "must have the same head_dim"),
         ({"enable_moe_block": True}, "num_experts = None is out of range"),

@@ -25,7 +25,7 @@ from tpu_rl.models import kv_cache, layers
 from tpu_rl.models.attention import flash, flash_cycles, flash_kernels
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.layers import TokenIndex
-from tpu_rl.models.vision import two_way
+from tpu_rl.models.vision.features import two_way
 from tpu_rl.train import sharding
 
 ROWS_AND_TREES = ROWS | {"tree": TREES}

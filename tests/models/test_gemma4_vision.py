@@ -12,9 +12,10 @@ import pytest
 from tests.fixtures.gemma4_models import CONFIGS, SIZES, VOCABULARY, config_of, processed
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.models import layers, qwen_vision, vision
+from tpu_rl.models import layers
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.models.decoder import random_params as random_tree
+from tpu_rl.models.vision import features as image_features
 from tpu_rl.sampler import SamplerConfig, SegmentConfig
 from tpu_rl.sampler.conversation_sampler import ConversationSampler, TurnRequest
 from tpu_rl.types import FEATURES
@@ -208,17 +209,17 @@ def test_features_see_all_of_their_image_in_sliding_layers_alone():
     assert model.config.vision.two_way == ("sliding",)
     _, tokens, pieces, _ = text_with_images(config, [(1, 2), (2, 2)])
     # [5, 92, two features, 93, 6, 5, 92, four features, 93, 6, 7, 8]
-    grid = qwen_vision.grid_of(jnp.asarray(pieces))
-    features = vision.Features(jnp.zeros((6, 32)), None, grid)
+    grid = image_features.grid_of(jnp.asarray(pieces))
+    features = image_features.Features(jnp.zeros((6, 32)), None, grid)
     index = jnp.arange(tokens.shape[1])[None]
     queries = layers.TokenIndex(index, index, 0 * index + 1, 0 * index + index.size)
-    seen = vision.two_way(model.config, jnp.asarray(tokens), queries, features)
+    seen = image_features.two_way(model.config, jnp.asarray(tokens), queries, features)
     assert seen is not None
     assert seen.index[0].tolist() == [0, 1, 3, 3, *range(4, 8), *[11] * 4, *range(12, 16)]
     later = model.config.vision.later_features(pieces[None])
     assert later.tolist() == [[1, 0, 3, 2, 1, 0]]
     _, causal, _ = model_and_params("small")
-    assert vision.two_way(causal.config, jnp.asarray(tokens), queries, features) is None
+    assert image_features.two_way(causal.config, jnp.asarray(tokens), queries, features) is None
 
 
 @pytest.mark.slow
@@ -322,10 +323,9 @@ def test_patches_of_another_processor_are_refused():
 
 
 def test_tokens_of_images_and_sound_are_never_sampled():
-    from tpu_rl.models.config import image_tokens
 
     _, model, _ = model_and_params("large")
-    assert image_tokens(model.config.vision) == set(range(90, 97))
+    assert model.config.vision.tokens == set(range(90, 97))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
 from tpu_rl.commands.plan import known_models
 from tpu_rl.models import layers
-from tpu_rl.models.attention import cudnn_trial, decode, gpu_decode, gpu_decode_trial
+from tpu_rl.models.attention import decode, gpu_decode, gpu_trials
 from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.config import AttentionConfig, FullHeads, LatentConfig
@@ -192,8 +192,8 @@ def one_device() -> Any:
 
 
 def trial(config: AttentionConfig = TRIED, dtype: str = "float32") -> str:
-    error_of = gpu_decode_trial.error_of(dtype, interpret=True)
-    return cudnn_trial.failure_reason.__wrapped__(config, one_device(), error_of)
+    error_of = gpu_trials.gpu_decode_error(dtype, interpret=True)
+    return gpu_trials.failure_reason.__wrapped__(config, one_device(), error_of)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -221,23 +221,23 @@ def test_the_trial_detects_a_token_more_or_less(wrong, step, monkeypatch):
 
 def test_the_trial_says_that_the_kernel_does_not_compile():
     """XLA has no Triton on CPUs."""
-    error_of = gpu_decode_trial.error_of("float32")
-    reason = cudnn_trial.failure_reason.__wrapped__(TRIED, one_device(), error_of)
+    error_of = gpu_trials.gpu_decode_error("float32")
+    reason = gpu_trials.failure_reason.__wrapped__(TRIED, one_device(), error_of)
     assert reason.startswith("it does not compile: ")
 
 
 ON_MESHES = """
 import dataclasses
 from tests.models import test_gpu_decode as here
-from tpu_rl.models.attention import cudnn_trial, gpu_decode_trial
+from tpu_rl.models.attention import gpu_trials
 from tpu_rl.train import sharding
 
 config = dataclasses.replace(here.TRIED, num_heads=8, num_kv_heads=2)
 mesh = sharding.make_mesh(fsdp=2, tensor=2)
 # Heads and their keys on one device; and more devices than KV heads.
 for mesh in (mesh, sharding.sampling_mesh(mesh, 4)):
-    error_of = gpu_decode_trial.error_of("float32", interpret=True)
-    assert cudnn_trial.failure_reason(config, mesh, error_of) == ""
+    error_of = gpu_trials.gpu_decode_error("float32", interpret=True)
+    assert gpu_trials.failure_reason(config, mesh, error_of) == ""
 """
 
 

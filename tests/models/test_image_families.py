@@ -18,7 +18,7 @@ from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.decoder import param_shapes
-from tpu_rl.models.vision import Features, two_way
+from tpu_rl.models.vision.features import Features, two_way
 from tpu_rl.sampler import SamplerConfig, SegmentConfig
 from tpu_rl.sampler.conversation_sampler import ConversationSampler, TurnRequest, part_length
 from tpu_rl.types import FEATURES

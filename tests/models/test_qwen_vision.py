@@ -11,8 +11,9 @@ from PIL import Image
 from tests.fixtures.qwen_models import CONFIGS, SIZES, VOCABULARY, config_of
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.models import qwen_vision, vision
 from tpu_rl.models.layers import RopeConfig, attention_mask, rope_angles
+from tpu_rl.models.vision import blocks
+from tpu_rl.models.vision import features as image_features
 from tpu_rl.types import FEATURES
 
 
@@ -61,8 +62,10 @@ def test_positions_are_those_of_the_papers():
     _, tokens, pieces, _ = text_with_images(model, [(16, 24), (8, 8)])
     positions = positions_of(model, tokens, pieces)
     assert positions.tolist() == [[0, 1, *[2] * 6, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
-    features = vision.Features(jnp.zeros((7, 32)), None, qwen_vision.grid_of(jnp.asarray(pieces)))
-    found = vision.rotary_positions(model.config, jnp.asarray(tokens), positions, features)
+    features = image_features.Features(
+        jnp.zeros((7, 32)), None, image_features.grid_of(jnp.asarray(pieces))
+    )
+    found = image_features.rotary_positions(model.config, jnp.asarray(tokens), positions, features)
     time, row, column = np.moveaxis(np.asarray(found)[0, 2:8], -1, 0)
     assert time.tolist() == [2] * 6
     assert row.tolist() == [2, 2, 2, 3, 3, 3]
@@ -84,7 +87,7 @@ def test_frequencies_turn_with_time_rows_or_columns():
 
 def test_patches_see_all_of_their_segment_and_no_other():
     ids = jnp.array([1, 1, 1, 2, 3, 3])
-    mask = attention_mask(*qwen_vision.segments(ids), None)[0]
+    mask = attention_mask(*blocks.segments(ids), None)[0]
     np.testing.assert_array_equal(mask, ids[:, None] == ids[None])
 
 
@@ -161,8 +164,10 @@ def test_logits_and_gradients_are_transformers_for_images_of_five_sizes(tmp_path
         outputs = theirs(input_ids=ids, pixel_values=pixels, **inputs)
         outputs.logits.sin().sum().backward()
 
-    features = vision.Features(jnp.zeros(()), None, qwen_vision.grid_of(jnp.asarray(pieces)))
-    positions = vision.rotary_positions(
+    features = image_features.Features(
+        jnp.zeros(()), None, image_features.grid_of(jnp.asarray(pieces))
+    )
+    positions = image_features.rotary_positions(
         model.config,
         jnp.asarray(tokens),
         jnp.asarray(positions_of(model, tokens, pieces)),
@@ -229,7 +234,7 @@ def test_pixels_and_counts_are_those_of_transformers_processor(tmp_path):
     pictures = [Image.new("RGB", size, (9, 99, 200)) for size in [(40, 24), (3, 5), (90, 90)]]
     pieces, layouts = reader.read(pictures)
     assert layouts == [(15,), (2,), (16,)]
-    grid = qwen_vision.grid_of(pieces)
+    grid = image_features.grid_of(pieces)
     assert grid.rows[[0, 15, 17]].tolist() == [3, 2, 4]
     random = np.random.default_rng(1)
     sizes = [(24, 40), (1, 200), (200, 1), *random.integers(1, 150, (24, 2)).tolist()]

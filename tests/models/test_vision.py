@@ -9,7 +9,7 @@ import pytest
 
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.models import vision
+from tpu_rl.models.vision import towers
 from tpu_rl.types import FEATURES
 
 CONFIG = {
@@ -189,7 +189,7 @@ def test_the_kernel_of_the_tower_computes_the_same_features_and_gradients(size):
 
     def value_and_gradient(model):
         def loss(params):
-            states = vision.features(model.config, params, pixels).states
+            states = towers.features(model.config, params, pixels).states
             return (states * jnp.sin(jnp.arange(states.size).reshape(states.shape))).sum()
 
         return jax.jit(jax.value_and_grad(loss))(params)

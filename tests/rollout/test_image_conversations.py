@@ -16,7 +16,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.models.vision import Features
+from tpu_rl.models.vision.features import Features
 from tpu_rl.rollout import image_prompts, records, requests
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.image_prompts import ImageFeatures, ImageTable

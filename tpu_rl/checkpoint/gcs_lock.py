@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tpu_rl.checkpoint import lock
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.storage.gcs import MARK, ObjectVersion, Store
 
@@ -58,13 +58,7 @@ def hold(store: Store, on_lost: Callable[[str], None]) -> Iterator[Callable[[], 
     """
     if store.read(MARK) is None:
         store.write(MARK, b"tpu_rl\n")
-    holder = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "machine": machine_id(),
-        "token": secrets.token_hex(8),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
+    holder = lock.this_process() | {"machine": machine_id(), "token": secrets.token_hex(8)}
     heartbeat = _Heartbeat(store, holder, _acquire(store, holder), on_lost)
     _held_tokens.add(holder["token"])
     heartbeat.start()
@@ -105,7 +99,7 @@ def _watch(store: Store, seen: ObjectVersion) -> ObjectVersion:
 
     Raises InputError if the holder is alive.
     """
-    owner = _describe(_parse(seen))
+    owner = lock.description(_parse(seen))
     print(
         f"{store.address}: locked by {owner}; watching for up to {TIMEOUT_SECONDS:.0f} s whether "
         "it is alive",
@@ -118,12 +112,7 @@ def _watch(store: Store, seen: ObjectVersion) -> ObjectVersion:
         if latest.content is None:
             return latest
         if latest.generation != seen.generation:
-            raise InputError(
-                "another job is working in this run folder",
-                where=store.address,
-                why=_describe(_parse(latest)),
-                fix="wait for it or end it, or use another --run-dir",
-            )
+            raise lock.another_job(store.address, _parse(latest))
     print(
         f"warning: {owner} has given no sign of life for {TIMEOUT_SECONDS:.0f} s: its lock is "
         "taken over",
@@ -174,7 +163,7 @@ class _Heartbeat(threading.Thread):
                 # because of the object that this thread has written itself.
                 if _parse(new).get("token") != self._holder["token"]:
                     self._has_ended.set()
-                    owner = _describe(_parse(new))
+                    owner = lock.description(_parse(new))
                     message = f"another job has taken this run folder over: {owner}"
                     self._on_lost(message)
                     raise InputError(message, where=store.address, fix="end one of the two jobs")
@@ -211,12 +200,6 @@ def _parse(seen: ObjectVersion) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _describe(holder: dict[str, Any]) -> str:
-    if holder.keys() >= {"host", "pid", "started"}:
-        return "host {host}, pid {pid}, since {started}".format(**holder)
-    return "it does not say who it is"
-
-
 def _is_dead_local_process(holder: dict[str, Any]) -> bool:
     """Return True if the holder was a process of this machine that has ended."""
     this_machine = machine_id()
@@ -225,10 +208,4 @@ def _is_dead_local_process(holder: dict[str, Any]) -> bool:
         return False
     if pid == os.getpid():  # Containers give their first process the same id each time.
         return holder.get("token") not in _held_tokens
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # It runs as another user.
-        return False
-    return False
+    return not lock.is_alive(pid)

@@ -79,12 +79,7 @@ def _locked(path: Path) -> TextIO:
         if _is_at(file, path):
             path.unlink(missing_ok=True)
         file.close()  # It was deleted before it was locked.
-    holder = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "folder": _folder(path),
-    }
+    holder = this_process() | {"folder": _folder(path)}
     _write(file, json.dumps(holder) + "\n")
     return file
 
@@ -164,15 +159,7 @@ def _acquire(path: Path, file: TextIO) -> None:
                 return
         holder = _read(file)
         if holder is not None or time.monotonic() > deadline:
-            owner = "it has not said who it is"
-            if holder:
-                owner = "host {host}, pid {pid}, since {started}".format(**holder)
-            raise InputError(
-                "another job is working in this run folder",
-                where=str(path.parent),
-                why=owner,
-                fix="wait for it or end it, or use another --run-dir",
-            )
+            raise another_job(str(path.parent), holder or {})
         time.sleep(0.02)
 
 
@@ -186,14 +173,38 @@ def _read(file: TextIO) -> dict[str, Any] | None:
     try:
         holder = json.loads(file.read())
         is_here = holder["host"] == socket.gethostname()
-        if is_here and not _is_alive(int(holder["pid"])):
+        if is_here and not is_alive(int(holder["pid"])):
             return None
     except (ValueError, KeyError, TypeError):
         return None
     return holder
 
 
-def _is_alive(pid: int) -> bool:
+def this_process() -> dict[str, Any]:
+    """Return what a lock says of this process as its holder."""
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+
+
+def description(holder: dict[str, Any]) -> str:
+    """Return who holds a lock, for messages; {}: nobody knows."""
+    if holder.keys() >= {"host", "pid", "started"}:
+        return "host {host}, pid {pid}, since {started}".format(**holder)
+    return "it does not say who it is"
+
+
+def another_job(where: str, holder: dict[str, Any]) -> InputError:
+    """Return the error of a run folder whose lock is held."""
+    return InputError(
+        "another job is working in this run folder",
+        where=where,
+        why=description(holder),
+        fix="wait for it or end it, or use another --run-dir",
+    )
+
+
+def is_alive(pid: int) -> bool:
+    """Return True if there is a process of this machine with the id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -19,9 +19,9 @@ from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
-from tpu_rl.models.attention import cudnn_trial, flash, gpu_decode, gpu_decode_trial
+from tpu_rl.models.attention import flash, gpu_decode, gpu_trials
 from tpu_rl.models.attention.cudnn import unsupported_reason
-from tpu_rl.models.config import DecoderConfig, Gemma4VisionConfig, WeightDtype, image_tokens
+from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
@@ -54,8 +54,7 @@ def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     tokenizer = load_tokenizer(config, directory)
     if not config.model.random_init:
         model, params = load(config, str(directory), mesh, config.model.lora.weight_dtype)
-        vision = model.config.vision
-        if isinstance(vision, Gemma4VisionConfig) and vision.has_audio:
+        if model.config.vision is not None and model.config.vision.has_audio:
             print(
                 "note: the model's tower for sound is not read, and a saved model has none",
                 file=sys.stderr,
@@ -126,7 +125,7 @@ def from_config(config: ExperimentConfig, directory: Path) -> Model:
 
 def _without_image_tokens(model: Model) -> Model:
     vision = model.config.vision
-    return model if vision is None else models.with_unsampled(model, image_tokens(vision))
+    return model if vision is None else models.with_unsampled(model, vision.tokens)
 
 
 def load(
@@ -368,14 +367,14 @@ def _decode_obstacle(config: DecoderConfig, mesh: Mesh) -> str:
     reason = gpu_decode.unsupported_reason(config.attention, mesh.devices.flat[0])
     if reason:
         return reason
-    error_of = gpu_decode_trial.error_of(config.dtype)
-    return cudnn_trial.failure_reason(config.attention, mesh, error_of)
+    error_of = gpu_trials.gpu_decode_error(config.dtype)
+    return gpu_trials.failure_reason(config.attention, mesh, error_of)
 
 
 def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
     """Return why cuDNN cannot compute a model's attention; "" if it can."""
     reason = unsupported_reason(config, row_length, mesh)
-    return reason or cudnn_trial.failure_reason(config.attention, mesh)
+    return reason or gpu_trials.failure_reason(config.attention, mesh, gpu_trials.cudnn_error)
 
 
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:

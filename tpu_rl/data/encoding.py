@@ -301,11 +301,11 @@ def _tokenize_whole(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[flo
         ids = prompt_ids + tokenizer.encode_continuation(completion)
         weights = tokenizer.weights_of_spans(ids, len(prompt_ids), completion, spans)
         return [*ids, tokenizer.eos_ids[0]], [0.0] * len(prompt_ids) + [*weights, 1.0]
-    given = _as_messages(prompt, "user")
-    messages = given + _as_messages(completion, "assistant")
+    prompt_messages = _as_messages(prompt, "user")
+    messages = prompt_messages + _as_messages(completion, "assistant")
     if spans:
         messages[-1] = messages[-1] | {span_weights.KEY: spans}
-    return tokenizer.encode_demonstration(messages, len(given), tools)
+    return tokenizer.encode_demonstration(messages, len(prompt_messages), tools)
 
 
 def _as_messages(value: str | list[Any], role: str) -> list[Any]:

@@ -6,6 +6,7 @@ rarely intended.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import glob
@@ -31,14 +32,20 @@ from tpu_rl.data.stored_rows import (
     StoredRows,
     half_a_character,
 )
+from tpu_rl.data.values import shown
 from tpu_rl.errors import InputError
 from tpu_rl.storage import gcs, local_copies
 
 Row = dict[str, Any]
 """A data row: column -> value."""
 
-TEXT_OR_MESSAGES = frozenset({"prompt", "completion", "chosen", "rejected"})
-TEXTS = frozenset({"question"})
+KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), ("a text", "messages")),
+    "question": ("a text",),
+    "messages": ("messages",),
+    "label": ("true or false",),
+}
+"""Column -> what its values may be. Other columns have any values."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. A chat template may know only some of them."""
 
@@ -79,19 +86,13 @@ def read(
     kinds: dict[str, tuple[str, str]] = {}
     for part, source in _sources(path, split, config):
         for where, original in source.scan():
-            row = _normalized(where, original, columns, column_names)
+            with _refused("a row does not fit its shape", where):
+                row = shapes.normalize(original, columns, column_names)
             _check_row(where, original, row, columns, kinds)
-            try:
+            with _refused("a row cannot be used", where):
                 shapes.check_together(row, columns)
                 if check is not None:
                     check(row)
-            except ValueError as error:
-                raise InputError(
-                    "a row cannot be used",
-                    where=where,
-                    why=str(error),
-                    fix="correct it, or drop the row",
-                ) from error
             if not row.keys() <= names.keys():
                 names.update(dict.fromkeys(row))
         sources.append(source)
@@ -123,7 +124,8 @@ def first_row(
     """Return the first row, without checks of its columns; {} if there is none."""
     for _, source in _sources(path, split, config):
         for where, row in source.scan():
-            return _normalized(where, row, (), column_names)
+            with _refused("a row does not fit its shape", where):
+                return shapes.normalize(row, (), column_names)
     return {}
 
 
@@ -191,16 +193,14 @@ def _check_row(
             )
 
 
-def _normalized(where: str, row: Row, columns: Sequence[str], names: Sequence[str]) -> Row:
-    """Return `shapes.normalize` of a row. Raises InputError if it does not fit its shape."""
+@contextlib.contextmanager
+def _refused(what: str, where: str) -> Iterator[None]:
+    """Make a ValueError of this context an InputError about a row."""
     try:
-        return shapes.normalize(row, columns, names)
+        yield
     except ValueError as error:
         raise InputError(
-            "a row does not fit its shape",
-            where=where,
-            why=str(error),
-            fix="correct it, or drop the row",
+            what, where=where, why=str(error), fix="correct it, or drop the row"
         ) from error
 
 
@@ -331,7 +331,7 @@ _BOM = b"\xef\xbb\xbf"
 def _array_text(file: Path, content: bytes) -> str:
     """Return the text of a JSON array. Raises InputError if it cannot be text."""
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             f"byte {error.start + 1} is not UTF-8",
@@ -339,7 +339,6 @@ def _array_text(file: Path, content: bytes) -> str:
             why=error.reason,
             fix="convert the file to UTF-8 (iconv)",
         ) from error
-    return text
 
 
 def _existing_file(file: Path) -> Path:
@@ -474,18 +473,13 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
     except UnicodeEncodeError as error:
         raise half_a_character(error, where) from error
     except (ValueError, RecursionError) as error:
-        if is_last and isinstance(error, json.JSONDecodeError):
-            raise InputError(
-                "the last line is cut off",
-                where=where,
-                why=str(error),
-                fix="copy or download the file again, or leave the line out",
-            ) from error
+        is_cut = is_last and isinstance(error, json.JSONDecodeError)
+        remedy = "copy or download the file again" if is_cut else "write one JSON object per line"
         raise InputError(
-            "not a row in JSON",
+            "the last line is cut off" if is_cut else "not a row in JSON",
             where=where,
             why=str(error),
-            fix="write one JSON object per line, or leave the line out",
+            fix=f"{remedy}, or leave the line out",
         ) from error
     if not isinstance(row, dict):
         raise InputError(
@@ -497,18 +491,16 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
     return row
 
 
+TO_PARQUET = "write it as Parquet: {}(path).to_parquet(new)"
 _OTHER_FORMATS = {
     b"PK\x03\x04": ("a zip archive", "unzip it"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
     b"\xfd7zXZ": ("xz", "unxz it"),
     b"BZh": ("bzip2", "bunzip2 it"),
-    b"ARROW1": (
-        "Feather",
-        "write it as Parquet: pyarrow.feather.read_feather(path).to_parquet(new)",
-    ),
+    b"ARROW1": ("Feather", TO_PARQUET.format("pyarrow.feather.read_feather")),
     b"\xff\xff\xff\xff": (
         "a stream of Arrow",
-        "write it as Parquet: datasets.Dataset.from_file(path).to_parquet(new)",
+        TO_PARQUET.format("datasets.Dataset.from_file"),
     ),
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
@@ -571,13 +563,7 @@ _strict_decoder = json.JSONDecoder(
 
 OTHER_NAMES = {
     "prompt": (
-        "question",
-        "problem",
-        "query",
-        "instruction",
-        "input",
-        "inputs",
-        "context",
+        *("question", "problem", "query", "instruction", "input", "inputs", "context"),
         "trajectory",
     ),
     "completion": ("response", "answer", "output", "targets", "generated_solution", "solution"),
@@ -587,15 +573,8 @@ OTHER_NAMES = {
 }
 """Names of our columns in published data, the likeliest first."""
 VERDICTS = (
-    "better_response_id",
-    "overall_preference",
-    "preference_strength",
-    "choice",
-    "winner",
-    "score_0",
-    "labels",
-    "answers",
-    "completions",
+    *("better_response_id", "overall_preference", "preference_strength", "choice", "winner"),
+    *("score_0", "labels", "answers", "completions"),
 )
 """Columns that say which of several answers is better, where no other column does."""
 
@@ -638,10 +617,9 @@ def _other_name(column: str, row: Row) -> str | None:
 
 
 def _check_value(where: str, column: str, value: Any) -> str:
-    """Return the type of a value, in words. Raises InputError if the column has another type."""
-    may_be_text = column in TEXT_OR_MESSAGES or column in TEXTS
-    may_be_messages = column in TEXT_OR_MESSAGES or column == "messages"
-    if may_be_text and isinstance(value, str):
+    """Return what a value is, one of `KINDS`. Raises InputError if the column has none such."""
+    kinds = KINDS.get(column, ("a value",))
+    if "a text" in kinds and isinstance(value, str):
         if not value and column in ("prompt", "question", "chosen"):
             raise InputError(
                 f"`{column}` is empty",
@@ -649,26 +627,17 @@ def _check_value(where: str, column: str, value: Any) -> str:
                 fix="drop the row" if column == "chosen" else "write one, or drop the row",
             )
         return "a text"
-    if may_be_messages and isinstance(value, list):
+    if "messages" in kinds and isinstance(value, list):
         _check_messages(where, column, value)
         return "messages"
-    if column != "label" and not (may_be_text or may_be_messages):
+    is_flag = "true or false" in kinds
+    if "a value" in kinds or (is_flag and value in (True, False)):
         return "a value"
-    shown = json.dumps(value, default=repr)[:60]
-    if column == "label" and value not in (True, False):
-        raise InputError(
-            f"`label` is true or false, not {shown}",
-            where=where,
-            fix="write true or false, without quotes",
-        )
-    if may_be_text or may_be_messages:
-        types = ["a text"] * may_be_text + ["messages"] * may_be_messages
-        raise InputError(
-            f"`{column}` is {' or '.join(types)}, not {shown}",
-            where=where,
-            fix="correct it, or drop the row",
-        )
-    return "a value"
+    raise InputError(
+        f"`{column}` is {' or '.join(kinds)}, not {shown(value)}",
+        where=where,
+        fix="write true or false, without quotes" if is_flag else "correct it, or drop the row",
+    )
 
 
 def _check_messages(where: str, column: str, messages: list[Any]) -> None:
@@ -689,7 +658,7 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
             raise InputError(
                 f"message {number} of `{column}` is not an object with `role` and `content`",
                 where=where,
-                why=json.dumps(message, default=repr)[:120],
+                why=shown(message, 120),
                 fix='as in {"role": "user", "content": "..."}',
             )
         if message["role"] not in ROLES:
@@ -711,12 +680,15 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
 
 # --- warnings ---
 
+MAX_DUPLICATE_SHARE = 0.1
+"""Repeated prompts are reported above this share of the rows."""
+MAX_REPEATING_SHARE = 0.5
+"""The same for answers that begin with their prompt."""
+
 
 def warnings(
     rows: Sequence[Row],
     held_out: Sequence[Row],
-    max_duplicate_share: float = 0.1,
-    max_repeating_share: float = 0.5,
     compares_prompts: bool = True,
 ) -> list[str]:
     """Return one line for each thing about valid rows that is rarely intended, with its count.
@@ -724,8 +696,6 @@ def warnings(
     Args:
         rows: the training rows.
         held_out: the held-out rows.
-        max_duplicate_share: repeated prompts are reported above this share of the rows.
-        max_repeating_share: the same for answers that begin with their prompt.
         compares_prompts: False if other columns say what a row asks, as with an environment. Equal
             and blank prompts are then not reported.
     """
@@ -755,7 +725,7 @@ def warnings(
         if row.get("prompt"):
             prompts.append(inputs[-1])
     num_duplicates = len(prompts) - len(np.unique(np.array(prompts)))
-    if is_compared or num_duplicates <= max_duplicate_share * len(rows):
+    if is_compared or num_duplicates <= MAX_DUPLICATE_SHARE * len(rows):
         num_duplicates = 0
     held_out_inputs = [_input_hash(row) for row in held_out]
     num_known = int(np.isin(held_out_inputs, np.array(inputs)).sum())
@@ -765,7 +735,7 @@ def warnings(
         (num_nul, "rows hold the character NUL"),
         (num_blank, "prompts are nothing but white space"),
         (
-            num_repeating if num_repeating > max_repeating_share * len(rows) else 0,
+            num_repeating if num_repeating > MAX_REPEATING_SHARE * len(rows) else 0,
             "pairs repeat their prompt in both answers: remove it from the answers",
         ),
         (num_empty, "rows have an answer without a text: only its end is learned"),
@@ -830,7 +800,7 @@ def _all_text(row: Row) -> str:
     return "".join([_text(row[column]) for column in _READ_COLUMNS if column in row])
 
 
-_READ_COLUMNS = sorted(TEXT_OR_MESSAGES | {"messages"})
+_READ_COLUMNS = sorted(column for column, kinds in KINDS.items() if "messages" in kinds)
 
 
 def _text(value: Any) -> str:

@@ -162,23 +162,30 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
 # --- tables ---
 
 
-def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
-    """Return the rows of a Parquet file, or of its content. They are in memory, as Arrow."""
+def _pyarrow(action: str, where: Path, extra: str) -> Any:
+    """Return pyarrow with the modules that readers use. Raises MachineError without it."""
     try:
-        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [parquet])
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow  # pyright: ignore[reportMissingImports]  (the extras)
+        import pyarrow.ipc  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MachineError(
-            "reading Parquet needs pyarrow",
-            where=str(file),
+            f"reading {action} needs pyarrow",
+            where=str(where),
             why="pyarrow is not installed",
-            fix='pip install "tpu_rl[parquet]"',
+            fix=f'pip install "tpu_rl[{extra}]"',
         ) from error
+    return pyarrow
+
+
+def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
+    """Return the rows of a Parquet file, or of its content. They are in memory, as Arrow."""
+    pyarrow = _pyarrow("Parquet", file, "parquet")
     try:
         opened = str(file) if content is None else pyarrow.BufferReader(content)
         # A mapped file is not also held as it lies on the disk.
         # Files have checksums if they were written with write_page_checksum.
-        table = parquet.ParquetFile(
+        table = pyarrow.parquet.ParquetFile(
             opened, memory_map=content is None, page_checksum_verification=True
         ).read()
     except (pyarrow.ArrowException, OSError) as error:
@@ -229,16 +236,7 @@ def choose_split(names: Sequence[str], split: str | None, where: str) -> str:
 
 def saved_rows(folder: Path, split: str | None) -> ArrowRows:
     """Return the rows of a folder that `datasets.save_to_disk` wrote, mapped into memory."""
-    try:
-        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [datasets])
-        from pyarrow import ipc  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MachineError(
-            "reading a saved dataset needs pyarrow",
-            where=str(folder),
-            why="pyarrow is not installed",
-            fix='pip install "tpu_rl[datasets]"',
-        ) from error
+    pyarrow = _pyarrow("a saved dataset", folder, "datasets")
     try:
         directory = folder
         if (folder / "dataset_dict.json").is_file():
@@ -252,7 +250,9 @@ def saved_rows(folder: Path, split: str | None) -> ArrowRows:
         batches = [
             batch
             for entry in state["_data_files"]
-            for batch in ipc.open_stream(pyarrow.memory_map(str(directory / entry["filename"])))
+            for batch in pyarrow.ipc.open_stream(
+                pyarrow.memory_map(str(directory / entry["filename"]))
+            )
         ]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

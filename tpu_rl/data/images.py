@@ -96,14 +96,14 @@ def collected(row: Row) -> Row:
         has_list = bool(num_in_parts) or isinstance(row.get("images"), list)
         return row | {"images": _joined(in_parts)} if has_list else row
     values = [row[name] for name in columns]
-    found = [list(value) if isinstance(value, list | tuple) else [value] for value in values]
-    images = found[0]
+    of_columns = [list(value) if isinstance(value, list | tuple) else [value] for value in values]
+    images = of_columns[0]
     if num_in_parts:
         raise ValueError(
             f"the row has {len(images)} images in `{columns[0]}` and {num_in_parts} in its "
             "messages; give them in one place"
         )
-    if found[-1] != images:
+    if of_columns[-1] != images:
         raise ValueError("`images` and `image` have different images; give them in one column")
     for number, image in enumerate(images, start=1):
         if _is_missing(image):

@@ -12,32 +12,22 @@ import json
 from typing import Any
 
 from tpu_rl.data import span_weights
+from tpu_rl.data.values import shown
 
 Message = dict[str, Any]
 
-ROLE_NAMES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-}
-"""Names of roles in published data -> our role."""
-
 CALL_ROLES = ("function_call", "tool_call")
 """Roles of messages whose text is one call or a list of calls, as JSON."""
+
+ROLE_NAMES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bot", "ai", "model", "assistant"), "assistant"),
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(CALL_ROLES, "assistant"),
+}
+"""Names of roles in published data -> our role."""
 
 IMAGE_MARK = "\ufffc"
 """The object replacement character: an image in a text."""
@@ -168,7 +158,7 @@ def _texts(content: Any, place: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise ValueError(f"the content of {place} is no text, but {_shown(content)}")
+        raise ValueError(f"the content of {place} is no text, but {shown(content)}")
     texts = []
     for part in content:
         text = part
@@ -177,7 +167,7 @@ def _texts(content: Any, place: str) -> list[str]:
         elif isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
             text = part.get("text")
         if not isinstance(text, str):
-            raise ValueError(f"{place} has a part that is no text: {_shown(part)}")
+            raise ValueError(f"{place} has a part that is no text: {shown(part)}")
         texts.append(text)
     return texts
 
@@ -196,7 +186,7 @@ def _with_weight(message: Message, role: Any, place: str) -> Message:
         value = message[flag]
         if not isinstance(value, bool):
             raise ValueError(
-                f"`{flag}` of {place} is {_shown(value)}: true and false say whether the message "
+                f"`{flag}` of {place} is {shown(value)}: true and false say whether the message "
                 "is learned, and `weight` is a number"
             )
         if value and role != "assistant":
@@ -217,7 +207,7 @@ def _calls(calls: Any, place: str) -> list[Any]:
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list):
-        raise ValueError(f"the calls of {place} are no list, but {_shown(calls)}")
+        raise ValueError(f"the calls of {place} are no list, but {shown(calls)}")
     return [_call(call, place) for call in calls]
 
 
@@ -227,7 +217,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(
-            f"a call of {place} has no name of a function: {_shown(call)}; "
+            f"a call of {place} has no name of a function: {shown(call)}; "
             'as in {"function": {"name": "...", "arguments": {...}}}'
         )
     arguments = function.get("arguments", function.get("parameters"))
@@ -235,7 +225,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         # OpenAI's form. A template would write the text once more as a JSON string.
         arguments = _parsed(arguments, f"`arguments` of {place}") if arguments.strip() else {}
     if not isinstance(arguments, dict | None):
-        raise ValueError(f"`arguments` of {place} are no object, but {_shown(arguments)}")
+        raise ValueError(f"`arguments` of {place} are no object, but {shown(arguments)}")
     others = {key: value for key, value in call.items() if key == "id"}
     whole = {"name": function["name"], "arguments": arguments or {}}
     return others | {"type": "function", "function": whole}
@@ -247,7 +237,7 @@ def canonical_tools(tools: Any) -> list[Any] | None:
     Raises:
         ValueError: if they are neither objects nor the JSON text of objects.
     """
-    given = tools
+    original = tools
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -257,13 +247,13 @@ def canonical_tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list | dict):
         raise ValueError(
-            f"`tools` is a list of objects, or such a list as JSON text, not {_shown(given)}"
+            f"`tools` is a list of objects, or such a list as JSON text, not {shown(original)}"
         )
     result = []
     for tool in [tools] if isinstance(tools, dict) else tools:
         tool = _parsed(tool, "one of `tools`") if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
-            raise ValueError(f"one of `tools` is no object, but {_shown(tool)}")
+            raise ValueError(f"one of `tools` is no object, but {shown(tool)}")
         if "function" not in tool and isinstance(tool.get("name"), str):
             tool = {"type": "function", "function": tool}
         function = tool.get("function")
@@ -291,7 +281,3 @@ def _parsed(text: str, what: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{what} is text, but not JSON: {text[:60]!r} ({error})") from None
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=repr)[:60]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ def registered_for_run(rows: Mapping[str, Any]) -> Iterator[None]:
         InputError: if something is not a sequence.
     """
     for argument, given in rows.items():
-        if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__"):
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sized):
             raise InputError(
                 f"`{argument}` is not a list of rows",
                 where=f"{argument}=",

@@ -7,18 +7,17 @@ stands both beside and inside of answers is taken once.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tpu_rl.data import images, span_weights
 from tpu_rl.data import messages as message_forms
+from tpu_rl.data.values import is_number, shown
 
 Row = dict[str, Any]
 
-MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+MESSAGE_COLUMNS = images.TEXT_COLUMNS
 """Columns that may hold messages."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns that may hold the text of a system message."""
@@ -34,14 +33,38 @@ class Shape(NamedTuple):
     """The shape in which a dataset is published."""
 
     name: str
-    columns: tuple[str, ...]
-    """The columns that are read."""
-    fits: Callable[[Row], bool]
-    """Returns True for a row of the shape that lacks our columns."""
-    convert: Callable[[Row], Row]
-    """Returns our columns of such a row. Raises ValueError if it cannot be read."""
+    has: Mapping[str, Any]
+    """Columns of a row of the shape -> the types of their values."""
+    convert: Callable[[Row], Row] | str
+    """Returns our columns of such a row, or raises ValueError if it cannot be read. A text: why no
+    row of the shape is read."""
+    lacks: tuple[str, ...] = ("messages", "prompt")
+    """Columns that a row of the shape does not have."""
+    where: Callable[[Row], bool] = lambda row: True
+    """Returns True for a row of the shape, of those with these columns."""
+    others: tuple[str, ...] = ()
+    """Further columns that are read."""
     replaced: tuple[str, ...] = ()
     """Columns that ours take the place of. Rewards may read the others."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return (*self.has, *self.others)
+
+    def fits(self, row: Row) -> bool:
+        """Return True for a row of the shape that lacks our columns."""
+        return (
+            all(name in row and isinstance(row[name], kind) for name, kind in self.has.items())
+            and _lacks(row, *self.lacks)
+            and self.where(row)
+        )
+
+    def read(self, row: Row) -> Row:
+        """Return our columns of a row of the shape. Raises ValueError if it cannot be read."""
+        if isinstance(self.convert, str):
+            raise ValueError(self.convert)
+        return self.convert(row)
 
 
 def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Row:
@@ -65,7 +88,7 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     shape = shape_of(row)
     if shape is not None:
         others = {name: value for name, value in row.items() if name not in shape.replaced}
-        row = others | shape.convert(row)
+        row = others | shape.read(row)
     for column in MESSAGE_COLUMNS:
         if column in row:
             row = row | {column: message_forms.canonical(row[column], column)}
@@ -130,8 +153,9 @@ def _sum_of(row: Row, name: str, source: str) -> float:
             is_literal = re.fullmatch(_NUMBER, factor) is not None
             value = float(factor) if is_literal else _value_at(row, name, factor)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                shown = json.dumps(value, default=repr)[:60]
-                raise ValueError(f"--data.columns {name}: `{factor}` is no number, but {shown}")
+                raise ValueError(
+                    f"--data.columns {name}: `{factor}` is no number, but {shown(value)}"
+                )
             product *= value
         total += product
     return total
@@ -180,18 +204,18 @@ def _with_system(row: Row, columns: Sequence[str]) -> Row:
     Raises:
         ValueError: if the conversation has another system message, or two columns differ.
     """
-    found = {
+    texts = {
         name: row[name]
         for name in SYSTEM_COLUMNS
         if name not in columns and isinstance(row.get(name), str) and row[name]
     }
     column = "messages" if isinstance(row.get("messages"), list) else "prompt"
     targets = [name for name in ("messages", "prompt") if row.get(name)]
-    if not found or column not in targets:
+    if not texts or column not in targets:
         return row
-    if len(set(found.values())) > 1:
-        raise ValueError(f"`{'` and `'.join(found)}` differ: which one is the system message?")
-    name, text = next(iter(found.items()))
+    if len(set(texts.values())) > 1:
+        raise ValueError(f"`{'` and `'.join(texts)}` differ: which one is the system message?")
+    name, text = next(iter(texts.items()))
     for target in targets:
         conversation = row[target]
         if isinstance(conversation, str):
@@ -219,24 +243,25 @@ def check_together(row: Row, columns: Sequence[str]) -> None:
         _check_steps(row["completions"], row["labels"])
     if "completions" in columns and "scores" in columns:
         _check_scores(row["completions"], row["scores"])
-    margin = row.get("margin")
-    if "chosen" in columns and not isinstance(margin, int | float | None):
-        raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
-    score: Any = row.get("score")
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    if "score" in columns and not (is_number and math.isfinite(score)):
-        raise ValueError(f"`score` is a number, not {json.dumps(score, default=repr)[:60]}")
+    for column, reader, kind, is_right in VALUES:
+        if reader in columns and not is_right(row.get(column)):
+            raise ValueError(f"`{column}` is {kind}, not {shown(row.get(column))}")
     if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
         raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
     if "messages" in columns or tuple(columns) == ("prompt", "completion"):
         _check_weights(row)
     else:
         _refuse_spans(row)
-    forget = row.get("forget")
-    if "forget" in columns and not isinstance(forget, bool):
-        raise ValueError(f"`forget` is true or false, not {json.dumps(forget, default=repr)[:60]}")
-    if forget is True and "forget" not in columns:
+    if row.get("forget") is True and "forget" not in columns:
         raise ValueError("`forget` is true, and the method learns all rows; see the preset unlearn")
+
+
+VALUES: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
+    ("margin", "chosen", "a number", lambda value: isinstance(value, int | float | None)),
+    ("score", "score", "a number", is_number),
+    ("forget", "forget", "true or false", lambda value: isinstance(value, bool)),
+)
+"""(column, column of the methods that read it, what its values are, whether a value is one)."""
 
 
 def _check_weights(row: Row) -> None:
@@ -256,10 +281,10 @@ def _check_weights(row: Row) -> None:
     answers = [turn for turn in messages if isinstance(turn, dict) and _role(turn) == "assistant"]
     weights = [row.get("weight"), *[answer.get("weight") for answer in answers]]
     for weight in weights:
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if weight is not None and not (is_number and 0 <= weight < math.inf):
-            shown = json.dumps(weight, default=repr)[:60]
-            raise ValueError(f"`weight` is a finite number that is not negative, not {shown}")
+        if weight is not None and not (is_number(weight) and weight >= 0):
+            raise ValueError(
+                f"`weight` is a finite number that is not negative, not {shown(weight)}"
+            )
     if answers and not any(weight is None or weight > 0 for weight in weights[1:]):
         raise ValueError("`weight` is 0 in every message of the assistant, so nothing is learned")
 
@@ -289,8 +314,7 @@ def _check_scores(completions: Any, scores: Any) -> None:
     """Raise ValueError unless each of several completions has a score."""
     if not isinstance(completions, list) or len(completions) < 2:
         raise ValueError("`completions` is a list of two or more completions")
-    is_number = [isinstance(s, int | float) and not isinstance(s, bool) for s in scores or ()]
-    if not isinstance(scores, list) or not all(is_number) or not all(map(math.isfinite, scores)):
+    if not isinstance(scores, list) or not all(map(is_number, scores)):
         raise ValueError("`scores` is a list of finite numbers")
     if len(scores) != len(completions):
         raise ValueError(
@@ -395,10 +419,10 @@ def _take_prompt_once(row: Row) -> Row:
         split = {"prompt": row["completion"][:length], "completion": row["completion"][length:]}
     else:
         raise ValueError("one of `chosen` and `rejected` begins with the prompt, and one does not")
-    system, asked = _without_system(prompt)
+    system, question = _without_system(prompt)
     inner_system, inner = _without_system(split["prompt"])
-    is_beginning = _same(inner[: len(asked)], asked)
-    is_last = isinstance(row["prompt"], str) and inner and _same(inner[-1:], asked)
+    is_beginning = _same(inner[: len(question)], question)
+    is_last = isinstance(row["prompt"], str) and inner and _same(inner[-1:], question)
     if not is_beginning and not is_last:
         raise ValueError(
             f"`{whole[0]}` is a whole conversation, and it does not begin with `prompt`: which of "
@@ -506,18 +530,10 @@ def _function_calls(row: Row) -> Row:
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
-def _is_dialogue(row: Row) -> bool:
-    texts = (row.get("chosen"), row.get("rejected"))
-    return all(isinstance(text, str) and text.lstrip().startswith("Human:") for text in texts)
-
-
 def _is_open_dialogue(row: Row) -> bool:
-    prompt = row.get("prompt")
-    return (
-        isinstance(prompt, str)
-        and prompt.lstrip().startswith("Human:")
-        and prompt.rstrip().endswith("\n\nAssistant:")
-    )
+    prompt = row["prompt"]
+    is_from_human = prompt.lstrip().startswith("Human:")
+    return is_from_human and prompt.rstrip().endswith("\n\nAssistant:")
 
 
 def _dialogue(text: str) -> list[message_forms.Message]:
@@ -528,11 +544,6 @@ def _dialogue(text: str) -> list[message_forms.Message]:
         {"role": roles[name], "content": content.strip()}
         for name, content in zip(parts[::2], parts[1::2], strict=True)
     ]
-
-
-def _dialogues(row: Row) -> Row:
-    """Return two dialogues as conversations, whose prompt `normalize` then splits off."""
-    return {"chosen": _dialogue(row["chosen"]), "rejected": _dialogue(row["rejected"])}
 
 
 def _stripped_answers(row: Row) -> Row:
@@ -586,11 +597,6 @@ def _rejected_answer(row: Row) -> Row:
     return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
 
 
-def _rejected_conversation(row: Row) -> Row:
-    """Return a pair of two conversations, whose prompt `normalize` then splits off."""
-    return {"chosen": row["messages"], "rejected": row["rejected_messages"]}
-
-
 def _first_error(row: Row) -> Row:
     """Return the steps of ProcessBench up to the first wrong one, whose number `label` gives."""
     steps = row["steps"]
@@ -613,29 +619,6 @@ def _refuse_media(row: Row) -> None:
                 )
 
 
-def _refuse(reason: str) -> Callable[[Row], Row]:
-    def convert(row: Row) -> Row:
-        raise ValueError(reason)
-
-    return convert
-
-
-def _pairs(name: str, column: str, absent: tuple[str, ...]) -> Shape:
-    """Return the shape of pairs of answers whose prompt is a text in another column.
-
-    Rows with one of the columns `absent` have another shape.
-    """
-    columns = (column, "chosen", "rejected")
-    return Shape(
-        name,
-        columns,
-        lambda row: (
-            set(columns) <= row.keys() and isinstance(row[column], str) and _lacks(row, *absent)
-        ),
-        lambda row: {"prompt": row[column]},
-    )
-
-
 def _marks_objects(row: Row) -> bool:
     text = str([value for name, value in row.items() if name not in images.COLUMNS])
     return "<bbox>" in text or "<ref-object>" in text
@@ -644,156 +627,145 @@ def _marks_objects(row: Row) -> bool:
 SHAPES = (
     Shape(
         "ms-swift's marks of objects in texts",
-        ("objects",),
-        lambda row: bool(row.get("objects")) and _marks_objects(row),
-        _refuse(
-            "<bbox> and <ref-object> in the texts stand for the column `objects`, which is not "
-            "read: write the coordinates and the names into the texts"
-        ),
+        {"objects": object},
+        "<bbox> and <ref-object> in the texts stand for the column `objects`, which is not read: "
+        "write the coordinates and the names into the texts",
+        lacks=(),
+        where=lambda row: bool(row["objects"]) and _marks_objects(row),
     ),
     Shape(
         "ShareGPT's conversations",
-        ("conversations", "conversation"),
-        lambda row: (
+        {},
+        _sharegpt,
+        lacks=("messages",),
+        where=lambda row: (
             ("conversations" in row or isinstance(row.get("conversation"), list))
-            and _lacks(row, "messages")
             and not {"prompt", "chosen", "rejected"} <= row.keys()
         ),
-        _sharegpt,
-        ("conversations", "conversation"),
+        others=("conversations", "conversation"),
+        replaced=("conversations", "conversation"),
     ),
     Shape(
         "xLAM's and APIGen's calls of functions: query, answers, tools",
-        ("query", "answers", "tools"),
-        lambda row: (
-            {"query", "answers", "tools"} <= row.keys() and _lacks(row, "messages", "prompt")
-        ),
+        {"query": object, "answers": object, "tools": object},
         _function_calls,
     ),
     Shape(
         "Alpaca's instruction, input and output, or Dolly's instruction, context and response",
-        ("instruction", "input", "context", "output", "response", "history"),
-        lambda row: "instruction" in row and _lacks(row, "messages", "prompt"),
+        {"instruction": object},
         _alpaca,
+        others=("input", "context", "output", "response", "history"),
     ),
     Shape(
         "ms-swift's query, response and history",
-        ("query", "response", "history", "rejected_response"),
-        lambda row: (
-            all(isinstance(row.get(name), str) for name in ("query", "response"))
-            and _lacks(row, "messages", "prompt")
-        ),
+        {"query": str, "response": str},
         _query,
+        others=("history", "rejected_response"),
     ),
     Shape(
         "dialogues of Human and Assistant as texts, as in HH-RLHF",
-        ("chosen", "rejected"),
-        lambda row: _lacks(row, "prompt") and _is_dialogue(row),
-        _dialogues,
+        {"chosen": str, "rejected": str},
+        lambda row: {name: _dialogue(row[name]) for name in ("chosen", "rejected")},
+        lacks=("prompt",),
+        where=lambda row: all(
+            row[name].lstrip().startswith("Human:") for name in ("chosen", "rejected")
+        ),
     ),
     Shape(
         "prompts of Human and Assistant as one text",
-        ("prompt",),
-        _is_open_dialogue,
+        {"prompt": str},
         lambda row: {"prompt": _dialogue(row["prompt"])[:-1]} | _stripped_answers(row),
+        lacks=(),
+        where=_is_open_dialogue,
     ),
-    _pairs("pairs of answers to a question", "question", ("messages", "prompt")),
-    _pairs("pairs of answers to an input", "input", ("messages", "prompt", "question")),
+    Shape(
+        "pairs of answers to a question",
+        {"question": str, "chosen": object, "rejected": object},
+        lambda row: {"prompt": row["question"]},
+    ),
+    Shape(
+        "pairs of answers to an input",
+        {"input": str, "chosen": object, "rejected": object},
+        lambda row: {"prompt": row["input"]},
+        lacks=("messages", "prompt", "question"),
+    ),
     Shape(
         "Math-Shepherd's marked steps",
-        ("input", "label", "task"),
-        lambda row: (
-            isinstance(row.get("input"), str)
-            and "ки" in row["input"]
-            and isinstance(row.get("label"), str)
-            and _lacks(row, "prompt")
-        ),
+        {"input": str, "label": str},
         _marked_steps,
+        lacks=("prompt",),
+        where=lambda row: "ки" in row["input"],
+        others=("task",),
     ),
     Shape(
         "UltraChat's texts in turn",
-        ("data",),
-        lambda row: (
-            isinstance(row.get("data"), list)
-            and len(row["data"]) > 1
-            and all(isinstance(text, str) for text in row["data"])
-            and _lacks(row, "messages", "prompt")
-        ),
+        {"data": list},
         lambda row: {"messages": _in_turn(row["data"])},
+        where=lambda row: (
+            len(row["data"]) > 1 and all(isinstance(text, str) for text in row["data"])
+        ),
     ),
     Shape(
         "the Cauldron's and FineVision's texts",
-        ("texts",),
-        lambda row: (
-            isinstance(row.get("texts"), list)
-            and bool(row["texts"])
-            and all(isinstance(turn, dict) and {*ROLES} <= turn.keys() for turn in row["texts"])
-            and _lacks(row, "messages", "prompt")
-        ),
+        {"texts": list},
         lambda row: {"messages": _in_turn([turn[name] for turn in row["texts"] for name in ROLES])},
+        where=lambda row: (
+            bool(row["texts"])
+            and all(isinstance(turn, dict) and {*ROLES} <= turn.keys() for turn in row["texts"])
+        ),
     ),
     Shape(
         "ms-swift's messages with a rejected answer",
-        ("messages", "rejected_response"),
-        lambda row: {"messages", "rejected_response"} <= row.keys() and _lacks(row, "prompt"),
+        {"messages": object, "rejected_response": object},
         _rejected_answer,
-        ("messages", "rejected_response"),
+        lacks=("prompt",),
+        replaced=("messages", "rejected_response"),
     ),
     Shape(
         "ms-swift's messages with a rejected conversation",
-        ("messages", "rejected_messages"),
-        lambda row: {"messages", "rejected_messages"} <= row.keys() and _lacks(row, "prompt"),
-        _rejected_conversation,
-        ("messages", "rejected_messages"),
+        {"messages": object, "rejected_messages": object},
+        # `normalize` then splits off the prompt of both.
+        lambda row: {"chosen": row["messages"], "rejected": row["rejected_messages"]},
+        lacks=("prompt",),
+        replaced=("messages", "rejected_messages"),
     ),
     Shape(
         "ProcessBench's steps up to the first wrong one",
-        ("problem", "steps", "label"),
-        lambda row: (
-            {"problem", "steps"} <= row.keys()
-            and isinstance(row.get("label"), int)
-            and _lacks(row, "prompt", "labels")
-        ),
+        {"problem": object, "steps": object, "label": int},
         _first_error,
+        lacks=("prompt", "labels"),
     ),
     Shape(
         "single messages of trees, as OpenAssistant publishes them",
-        ("text", "role", "parent_id"),
-        lambda row: {"text", "role", "parent_id"} <= row.keys() and _lacks(row, "messages"),
-        _refuse(
-            "the row is one message of a tree (`parent_id`); join each path from the root into "
-            "`messages`"
-        ),
+        {"text": object, "role": object, "parent_id": object},
+        "the row is one message of a tree (`parent_id`); join each path from the root into "
+        "`messages`",
+        lacks=("messages",),
     ),
     Shape(
         "token ids, or segments of text with labels, as axolotl reads them",
-        ("input_ids", "segments"),
-        lambda row: (
-            any(isinstance(row.get(name), list) for name in ("input_ids", "segments"))
-            and _lacks(row, "messages", "prompt", "text")
+        {},
+        "`input_ids` and `segments` are not read; write `messages`, or `prompt` and `completion`: "
+        "the tokenizer and the chat template of the model do the rest",
+        lacks=("messages", "prompt", "text"),
+        where=lambda row: any(
+            isinstance(row.get(name), list) for name in ("input_ids", "segments")
         ),
-        _refuse(
-            "`input_ids` and `segments` are not read; write `messages`, or `prompt` and "
-            "`completion`: the tokenizer and the chat template of the model do the rest"
-        ),
+        others=("input_ids", "segments"),
     ),
     Shape(
         "Glaive's chat as one text",
-        ("chat",),
-        lambda row: isinstance(row.get("chat"), str) and _lacks(row, "messages", "prompt"),
-        _refuse(
-            "`chat` is a whole conversation as one text, with calls that are no JSON; use the same "
-            "data as ShareGPT (LLaMA-Factory publishes glaive_toolcall_en), or write `messages`"
-        ),
+        {"chat": str},
+        "`chat` is a whole conversation as one text, with calls that are no JSON; use the same "
+        "data as ShareGPT (LLaMA-Factory publishes glaive_toolcall_en), or write `messages`",
     ),
     Shape(
         "PRM800K's trees of rated steps",
-        ("question", "label"),
-        lambda row: isinstance(row.get("label"), dict) and _lacks(row, "prompt"),
-        _refuse(
-            "`label` is a tree of rated steps, as OpenAI publishes PRM800K; use the rows of "
-            "trl-lib/prm800k (prompt, completions, labels), or write such rows"
-        ),
+        {"label": dict},
+        "`label` is a tree of rated steps, as OpenAI publishes PRM800K; use the rows of "
+        "trl-lib/prm800k (prompt, completions, labels), or write such rows",
+        lacks=("prompt",),
+        others=("question",),
     ),
 )
 """The first shape that fits a row is taken."""

@@ -14,10 +14,10 @@ multiplies those of its spans.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from tpu_rl.data.values import is_number, shown
 
 KEY = "span_weights"
 """Key of a message, and column of a row with a plain completion. Rows that are read have there a
@@ -67,9 +67,7 @@ def of_details(details: Any, length: int, place: str) -> list[dict[str, Any]]:
     for detail in details if isinstance(details, list) else [details]:
         keys = ("begin_offset", "end_offset", "train")
         if not isinstance(detail, dict) or not set(keys) <= detail.keys():
-            raise ValueError(
-                f"`train_detail` of {place} has no {', '.join(keys)}: {_shown(detail)}"
-            )
+            raise ValueError(f"`train_detail` of {place} has no {', '.join(keys)}: {shown(detail)}")
         start, last, flag = (detail[key] for key in keys)
         _require_within(start, last, length - 1, place, detail)
         if _of_flag(flag, place):
@@ -90,7 +88,7 @@ def checked(spans: Any, text: str, place: str) -> list[dict[str, Any]]:
         ValueError: if one has another form or no place in the text, or two overlap.
     """
     if not isinstance(spans, list):
-        raise ValueError(f"`{KEY}` of {place} is a list of spans, not {_shown(spans)}")
+        raise ValueError(f"`{KEY}` of {place} is a list of spans, not {shown(spans)}")
     result = []
     for span in spans:
         if isinstance(span, dict):
@@ -99,19 +97,18 @@ def checked(spans: Any, text: str, place: str) -> list[dict[str, Any]]:
         keys = span.keys() if isinstance(span, dict) else set()
         if keys not in ({"text", "weight"}, {"start", "end", "weight"}):
             raise ValueError(
-                f"a span of {place} has `text` or `start` and `end`, and `weight`: {_shown(span)}"
+                f"a span of {place} has `text` or `start` and `end`, and `weight`: {shown(span)}"
             )
         weight = span["weight"]
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a span of {place} is no number from 0: {_shown(span)}")
+        if not is_number(weight) or weight < 0:
+            raise ValueError(f"the weight of a span of {place} is no number from 0: {shown(span)}")
         start, end = span.get("start"), span.get("end")
         if "text" in span:
             part = span["text"]
             count = text.count(part) if isinstance(part, str) and part else 0
             if count != 1:
                 raise ValueError(
-                    f"the text of a span of {place} occurs {count} times: {_shown(span)}; it "
+                    f"the text of a span of {place} occurs {count} times: {shown(span)}; it "
                     "occurs once, or `start` and `end` say where it is"
                 )
             start = text.index(part)
@@ -121,21 +118,17 @@ def checked(spans: Any, text: str, place: str) -> list[dict[str, Any]]:
     result.sort(key=lambda span: (span["start"], span["end"]))
     for before, after in zip(result, result[1:], strict=False):
         if after["start"] < before["end"]:
-            raise ValueError(f"spans of {place} overlap: {_shown([before, after])}")
+            raise ValueError(f"spans of {place} overlap: {shown([before, after])}")
     return result
 
 
 def _require_within(start: Any, end: Any, last: int, place: str, span: Any) -> None:
     are_places = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, end))
     if not are_places or not 0 <= start <= end <= last:
-        raise ValueError(f"a span of {place} is not within 0 and {last}: {_shown(span)}")
+        raise ValueError(f"a span of {place} is not within 0 and {last}: {shown(span)}")
 
 
 def _of_flag(flag: Any, place: str) -> float:
     if not isinstance(flag, bool):
-        raise ValueError(f"the flag of a part of {place} is true or false, not {_shown(flag)}")
+        raise ValueError(f"the flag of a part of {place} is true or false, not {shown(flag)}")
     return float(flag)
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=repr)[:80]

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -44,9 +44,7 @@ class Source(Protocol):
 
     def __getitem__(self, index: int, /) -> Row: ...
 
-    def where(self, index: int) -> str:
-        """Return where the row is, as `scan` says it."""
-        ...
+    def where(self, index: int) -> str: ...
 
 
 # --- sources ---
@@ -180,7 +178,7 @@ def require_plain(row: Mapping[str, Any], where: str) -> None:
         number = _not_finite(value)
         if number is not None:
             raise InputError(
-                f"`{column}` is {number}" if number is value else f"`{column}` holds {number}",
+                f"`{column}` {'is' if number is value else 'holds'} {number}",
                 where=where,
                 why="it is not a finite number",
                 fix="give a number, or drop the row",
@@ -407,16 +405,32 @@ class StoredRows(Sequence[Row]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  (equality is that of the rows)
 
 
+@runtime_checkable
+class Located(Protocol):
+    """Rows that know where each was read."""
+
+    def where(self, index: int) -> str:
+        """Return the file and the line, or the like, of a row."""
+        ...
+
+
+@runtime_checkable
+class OfParts(Protocol):
+    """Rows that know of which part of a path each is."""
+
+    def part_numbers(self) -> np.ndarray:
+        """Return [rows] int; see the function of this name."""
+        ...
+
+
 def where_of(rows: Any, index: int) -> str:
     """Return where a row was read, or its number if it was made."""
-    find = getattr(rows, "where", None)
-    return find(index) if find is not None else f"row {index + 1}"
+    return rows.where(index) if isinstance(rows, Located) else f"row {index + 1}"
 
 
 def part_numbers(rows: Any) -> np.ndarray:
     """Return [rows] int: of which part of a path, with commas between parts, each row is."""
-    find = getattr(rows, "part_numbers", None)
-    return find() if find is not None else np.zeros(len(rows), int)
+    return rows.part_numbers() if isinstance(rows, OfParts) else np.zeros(len(rows), int)
 
 
 @contextmanager

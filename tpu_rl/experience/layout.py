@@ -136,7 +136,7 @@ def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader
     """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile.
 
     `tokens` are those of the data, [N, T], which count the features of `Layout.images`. See
-    `models.vision.two_way`.
+    `models.vision.features.two_way`.
     """
     key_tiles = np.asarray(layout.key_tiles)
     source = np.asarray(layout.source)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from tpu_rl import lazy
 
 if TYPE_CHECKING:
-    from tpu_rl.models.config import UNTRAINED as UNTRAINED
     from tpu_rl.models.config import DecoderConfig as DecoderConfig
     from tpu_rl.models.config import LoraConfig as LoraConfig
     from tpu_rl.models.config import matrix_axes as matrix_axes
@@ -57,5 +56,6 @@ if TYPE_CHECKING:
     from tpu_rl.models.policy import with_remat as with_remat
     from tpu_rl.models.policy import with_unsampled as with_unsampled
     from tpu_rl.models.quantization import quantize_tree as quantize_tree
+    from tpu_rl.models.vision.config import UNTRAINED as UNTRAINED
 
 lazy.exports(__name__, __file__)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.layers import ACTIVATIONS, RopeConfig
+from tpu_rl.models.vision import config as vision_config
 
 WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "embedding": ("vocab", "embed"),
@@ -95,50 +93,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "shared_up": ("embed", "shared_mlp"),
     "shared_down": ("shared_mlp", "embed"),
     "shared_router": ("shared_routes", "embed"),
-    "vision_class": ("vision_embed",),
-    "vision_patch": ("vision_embed", "channel", "patch_row", "patch_column"),
-    "vision_patch_bias": ("vision_embed",),
-    "vision_position": ("vision_position", "vision_embed"),
-    "vision_query": ("vision_heads", "vision_embed"),
-    "vision_key": ("vision_kv_heads", "vision_embed"),
-    "vision_value": ("vision_kv_heads", "vision_embed"),
-    "vision_output": ("vision_embed", "vision_heads"),
-    "vision_up": ("vision_mlp", "vision_embed"),
-    "vision_down": ("vision_embed", "vision_mlp"),
-    "vision_query_bias": ("vision_heads",),
-    "vision_key_bias": ("vision_kv_heads",),
-    "vision_value_bias": ("vision_kv_heads",),
-    "vision_output_bias": ("vision_embed",),
-    "vision_up_bias": ("vision_mlp",),
-    "vision_down_bias": ("vision_embed",),
-    "vision_frames": ("vision_embed", "channel", "patch_time", "patch_row", "patch_column"),
-    "vision_frames_bias": ("vision_embed",),
-    "vision_gate": ("vision_mlp", "vision_embed"),
-    "vision_gate_bias": ("vision_mlp",),
-    "vision_pixels": ("vision_embed", "pixels"),
-    "vision_axis_positions": ("vision_axes", "vision_position", "vision_embed"),
-    "vision_query_norm": ("vision_head_dim",),
-    "vision_key_norm": ("vision_head_dim",),
-    "vision_attention_post_norm": ("vision_embed",),
-    "vision_mlp_post_norm": ("vision_embed",),
-    "vision_attention_gain": ("vision_embed",),
-    "vision_mlp_gain": ("vision_embed",),
-    "vision_feature_bias": ("vision_embed",),
-    "vision_feature_gain": ("vision_embed",),
-    "projector_norm": ("vision_embed",),
-    "projector_norm_bias": ("vision_embed",),
-    "projector_merged_norm": ("merged",),
-    "projector_merged_norm_bias": ("merged",),
-    "projector_merge": ("projector", "merged"),
-    "projector_merge_bias": ("projector",),
-    "projector_read": ("embed", "projector"),
-    "projector_read_bias": ("embed",),
-    "projector_in": ("projector", "vision_embed"),
-    "projector_in_bias": ("projector",),
-    "projector_out": ("embed", "projector"),
-    "projector_out_bias": ("embed",),
-    "projector_pooled_norm": ("vision_embed",),
-    "projector_matrix": ("embed", "merged_patches"),
+    **vision_config.WEIGHT_AXES,
 }
 """Weight name -> logical axes (see `train.sharding`).
 
@@ -179,34 +134,7 @@ OUTPUT_DIMS = {
 """Matrix of a dense layer -> number of its dimensions that are outputs. The other dimensions are
 inputs. Outputs come last, but first where they are two (`has_outputs_first`)."""
 
-for _name in ("first", "attention", "mlp", "last"):
-    WEIGHT_AXES[f"vision_{_name}_norm"] = ("vision_embed",)
-    WEIGHT_AXES[f"vision_{_name}_norm_bias"] = ("vision_embed",)
-
-VISION_MATRICES = tuple(
-    f"vision_{_name}" for _name in ("query", "key", "value", "output", "gate", "up", "down")
-)
-IMAGE_MATRICES = (
-    *VISION_MATRICES,
-    *("projector_in", "projector_out", "projector_merge", "projector_read"),
-    "projector_matrix",
-)
-"""Matrices of a tower and its projector, [outputs, inputs] as in files."""
-
-BOUNDS = ("_input_min", "_input_max", "_output_min", "_output_max")
-"""Suffixes of the names of numbers to which the inputs and the outputs of a tower's matrix are
-clipped; the prefix is the name of the matrix (Gemma 4)."""
-
-NO_BOUND = 2.0**127
-"""The size of bounds that clip nothing. Files have infinite ones, and params are finite."""
-
-for _name in VISION_MATRICES:
-    WEIGHT_AXES |= {_name + _bound: () for _bound in BOUNDS}
-
-UNTRAINED = (*BOUNDS, "vision_feature_bias", "vision_feature_gain")
-"""Ends of the names of weights that are measured and not learned: they never train."""
-
-STACKED = ("layers", "reusing", "vision_layers", "vision_mergers")
+STACKED = ("layers", "reusing", vision_config.LAYERS, vision_config.MERGERS)
 """Parts of the params whose leaves are stacked over the repetitions of a pattern of layers."""
 
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
@@ -215,17 +143,10 @@ EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 FLOAT32 = ("router_correction_bias", "delta_decay_log", "delta_decay_bias")
 """Weights that are stored in float32 whatever the dtype: small changes of them matter."""
 
-PLAIN_NORMS = (
-    *("delta_norm", "projector_norm", "projector_merged_norm"),
-    *(f"vision_{_name}_norm" for _name in ("first", "attention", "mlp", "last", "query", "key")),
-    *(f"vision_{_name}_post_norm" for _name in ("attention", "mlp")),
-)
+PLAIN_NORMS = ("delta_norm", *vision_config.PLAIN_NORMS)
 """Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
 
-ONES = (
-    *("delta_decay_bias", "layer_scalar", "router_gain"),
-    *("vision_feature_gain", "vision_attention_gain", "vision_mlp_gain"),
-)
+ONES = ("delta_decay_bias", "layer_scalar", "router_gain", *vision_config.ONES)
 """Weights that are 1 in a random model, beside the gains of norms."""
 
 RECURRENT = "linear"
@@ -294,7 +215,7 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     if name.startswith(EXPERT_MATRICES):
         return (-2,), (-1,)
-    if name == "router" or name in IMAGE_MATRICES:
+    if name == "router" or name in vision_config.IMAGE_MATRICES:
         return (-1,), (-2,)
     if name.endswith(LORA_A):
         num_outputs = 1
@@ -626,411 +547,6 @@ class NormConfig:
     GLM-4, OLMo 2 and 3)."""
 
 
-IMAGE_TOKEN = re.compile(
-    r"(image|video|audio|vision(_start|_end)?|boi|eoi|boa|eoa)_token_(id|index)"
-)
-"""Names, in config.json, of the tokens that stand for images, videos and sound in texts."""
-
-
-TILE_TOKEN = re.compile(r"<(row_\d+_col_\d+|global-img|fake_token_around_image|/?img|video)>")
-"""Control tokens of the tokenizers of Idefics3 and InternVL, which config.json does not name."""
-
-
-def image_tokens(vision: VisionConfig | TableVisionConfig) -> set[int]:
-    """Return the ids of the tokens that stand for images, videos and sound in texts, or around
-    them."""
-    source = json.loads(vision.source)
-    named = {token_id for name, token_id in source.items() if IMAGE_TOKEN.fullmatch(name)}
-    tiles = vision.tile_tokens if isinstance(vision, VisionConfig) else ()
-    return {vision.image_token, *(vision.around or ()), *(named - {None}), *tiles}
-
-
-Written = Literal["all", "before", "token"]
-"""The tokens of an image in texts that chat templates write: all of them; the first alone, which
-stands before it (Gemma 3); or the one that stands for it alone (Gemma 4)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """A tower that reads images, and its projector (see `models.vision`)."""
-
-    image_size: int
-    """Height and width of an image, in pixels."""
-    patch_size: int
-    """Height and width of a patch, in pixels."""
-    hidden_size: int
-    mlp_size: int
-    num_layers: int
-    num_read_layers: int
-    """Number of the first layers that images go through; the states behind them are features."""
-    num_heads: int
-    eps: float
-    activation: str
-    """Key of `layers.ACTIVATIONS`, in the tower."""
-    projector_activation: str
-    projector_bias: bool
-    keeps_first: bool
-    """True if the state of the tower's first token is a feature too: of CLIP's class token, or of
-    the first patch."""
-    image_token: int
-    """The id of the token that stands for an image in texts, before it is replaced."""
-    channels: int = 3
-    has_class: bool = True
-    """True if the tower's first token is a class token (CLIP, InternVL). False: SigLIP (arXiv
-    2303.15343)."""
-    has_first_norm: bool = True
-    """True if there is a norm before the layers (CLIP)."""
-    has_patch_bias: bool = False
-    has_key_biases: bool = True
-    """True if queries, keys and values have biases."""
-    has_gains: bool = False
-    """True if each branch of a layer is multiplied by a gain (InternVL)."""
-    has_last_norm: bool = False
-    """True if features are normed behind the last layer."""
-    projector: Literal["mlp", "pooled", "shuffled", "shuffled_mlp"] = "mlp"
-    """The way from states to features. "mlp": by two matrices (LLaVA). "pooled": by the mean in
-    each square of patches, a norm and a matrix (Gemma 3). "shuffled": by a matrix of all states of
-    a square (Idefics3). "shuffled_mlp": by a norm of these and two matrices (InternVL)."""
-    merge: int = 1
-    """Height and width, in patches, of the squares that become one feature."""
-    around: tuple[int, int] | None = None
-    """The ids of the tokens before and behind an image in texts, if there are any."""
-    tile_tokens: tuple[int, ...] = ()
-    """The ids of `TILE_TOKEN` in the tokenizer: they stand around the tiles of an image, and around
-    the whole image (Idefics3, InternVL)."""
-    gap: str = ""
-    """The text before and behind these tokens (Gemma 3)."""
-    written: Written = "all"
-    two_way: tuple[str, ...] = ()
-    """The types of layers in which tokens of an image see the later ones of the same image (Gemma
-    3: all layers)."""
-    layer_input_token: int = 0
-    """See `TableVisionConfig`."""
-    source: str = "{}"
-    """The Hugging Face configuration around that of the text, as JSON."""
-
-    @property
-    def is_two_way(self) -> bool:
-        """True if there are such layers."""
-        return bool(self.two_way)
-
-    @property
-    def features_per_piece(self) -> int:
-        """P: the number of features, and so of tokens, of a piece: an image, or a tile
-        (Idefics3, InternVL)."""
-        squares = (self.image_size // self.patch_size // self.merge) ** 2
-        return squares + self.has_class + self.keeps_first - 1
-
-    @property
-    def absent(self) -> frozenset[str]:
-        """Names of the weights that the tower or its projector does not have."""
-        has = {
-            "vision_class": self.has_class,
-            "vision_first_norm": self.has_first_norm,
-            "vision_patch_bias": self.has_patch_bias,
-            "vision_last_norm": self.projector != "shuffled_mlp",
-            "vision_attention_gain": self.has_gains,
-            "vision_mlp_gain": self.has_gains,
-            **dict.fromkeys(("vision_query_bias", "vision_key_bias"), self.has_key_biases),
-            "vision_value_bias": self.has_key_biases,
-            **dict.fromkeys(
-                ("projector_merged_norm", "projector_merge", "projector_read"),
-                self.projector == "shuffled_mlp",
-            ),
-        }
-        names = {name for name, is_there in has.items() if not is_there}
-        mlp = ("projector_in", "projector_in_bias", "projector_out", "projector_out_bias")
-        if self.projector != "mlp":
-            names |= {*mlp}
-        elif not self.projector_bias:
-            names |= {*mlp[1::2]}
-        if self.projector != "pooled":
-            names.add("projector_pooled_norm")
-        if self.projector in ("mlp", "shuffled_mlp"):
-            names.add("projector_matrix")
-        return frozenset(names | {f"{name}_bias" for name in names})
-
-    @property
-    def has_tiles(self) -> bool:
-        """True if an image is cut into tiles, each of which is a piece."""
-        return self.projector in ("shuffled", "shuffled_mlp")
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """The shape of a piece (see `tokenizers.images`): channels, height and width."""
-        return (self.channels, self.image_size, self.image_size)
-
-    def sizes(self, text_size: int) -> dict[str, int]:
-        """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
-        in_square = self.merge**2 if self.has_tiles else 1
-        return {
-            "vision_position": (self.image_size // self.patch_size) ** 2 + self.has_class,
-            "projector": text_size,
-            "merged_patches": in_square * self.hidden_size,
-            "merged": in_square * self.hidden_size,
-        }
-
-    def pieces_of_prompt(self, tokens: int) -> int:
-        """Return the number of pieces that the planner counts for a prompt: one image, or as many
-        tiles as fill it."""
-        return max(tokens // self.features_per_piece, 1) if self.has_tiles else 1
-
-    def advances(self, pieces: np.ndarray) -> np.ndarray | None:
-        """Return the number of positions [..., n P] that features of pieces [..., n, ...] take;
-        None if each takes one, as a word does."""
-        del pieces
-        return None
-
-    def later_features(self, pieces: np.ndarray) -> np.ndarray:
-        """Return the number of later features of the same image [..., n P] for each feature of
-        pieces [..., n, C, H, W]."""
-        *outer, count = pieces.shape[:-3]
-        later = np.tile(np.arange(self.features_per_piece)[::-1], count)
-        return np.broadcast_to(later, (*outer, len(later)))
-
-    def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
-        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
-        if not self.has_tiles:
-            return (self.features_per_piece,)
-        patches = processor.get_number_of_image_patches(height, width)
-        if self.projector == "shuffled_mlp":
-            return self._run_of_tiles(patches)
-        _, rows, columns = patches
-        return _tiles(rows, columns, self.features_per_piece)
-
-    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
-        """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
-        pixels = np.asarray(processed["pixel_values"], np.float32)
-        pixels = pixels[0] if self.projector == "shuffled" else pixels
-        if pixels.shape[1:] != self.piece_shape or not (self.has_tiles or len(pixels) == 1):
-            raise ValueError(
-                f"the image processor makes an array of the shape {pixels.shape}, and the "
-                f"model's tower reads {self.piece_shape}"
-            )
-        if not self.has_tiles:
-            return pixels, (self.features_per_piece,)
-        if self.projector == "shuffled_mlp":
-            return pixels, self._run_of_tiles(len(pixels))
-        if not np.all(processed["pixel_attention_mask"]):
-            raise ValueError("the image processor pads tiles, and the tower reads whole ones")
-        rows, columns = (int(np.ravel(processed[name])[0]) for name in ("rows", "cols"))
-        return pixels, _tiles(rows, columns, self.features_per_piece)
-
-    def _run_of_tiles(self, count: int) -> tuple[str | int, ...]:
-        """Return the tokens of an image of InternVL: its tiles and then, if there are several, the
-        whole image."""
-        return ("<img>", count * self.features_per_piece, "</img>")
-
-
-def _tiles(rows: int, columns: int, features: int) -> tuple[str | int, ...]:
-    """Return the tokens of an image of Idefics3: its tiles, row by row, and the whole image.
-
-    A small image has no tiles (0 rows). The texts are those of transformers' Idefics3Processor.
-    """
-    fake = "<fake_token_around_image>"
-    tokens: list[str | int] = []
-    gap = ""
-    for row in range(1, rows + 1):
-        for column in range(1, columns + 1):
-            tokens += [f"{gap}{fake}<row_{row}_col_{column}>", features]
-            gap = ""
-        gap = "\n"
-    return (*tokens, f"{gap}{gap}{fake}<global-img>", features, fake)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableVisionConfig:
-    """A tower that reads a table of the patches of images of any size (see `models.qwen_vision`).
-
-    A piece is the patches of one feature.
-    """
-
-    patch_size: int
-    """Height and width of a patch, in pixels."""
-    merge_size: int
-    """m: m x m patches become one feature."""
-    hidden_size: int
-    mlp_size: int
-    num_layers: int
-    num_heads: int
-    activation: str
-    """Key of `layers.ACTIVATIONS`."""
-    image_token: int
-    """The id of the token that stands for an image in texts, before it is replaced."""
-    around: tuple[int, int]
-    """The ids of the tokens before and behind an image in texts."""
-    deep_layers: tuple[int, ...] = ()
-    """The layers whose states DeepStack adds to the first layers of the text (Qwen3-VL)."""
-    rope_theta: float = 10_000.0
-    gap: str = ""
-    """See `VisionConfig.gap`."""
-    written: Written = "all"
-    two_way: tuple[str, ...] = ()
-    """See `VisionConfig.two_way`."""
-    layer_input_token: int = 0
-    """The id of the token whose own inputs of layers (`DecoderConfig.layer_input_size`) features
-    have."""
-    channels: int = 3
-    source: str = "{}"
-    """The Hugging Face configuration around that of the text, as JSON."""
-
-    @property
-    def is_two_way(self) -> bool:
-        """See `VisionConfig.is_two_way`."""
-        return bool(self.two_way)
-
-    @property
-    def features_per_piece(self) -> int:
-        """A piece is the patches of one feature."""
-        return 1
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """The shape of a piece (see `models.qwen_vision`)."""
-        return (3 + self.channels * (self.merge_size * self.patch_size) ** 2,)
-
-    def pieces_of_prompt(self, tokens: int) -> int:
-        """Return the number of pieces that the planner counts for a prompt: images fill it."""
-        return tokens
-
-    def later_features(self, pieces: np.ndarray) -> np.ndarray:
-        """Return the number of later features of the same image [..., n] for each piece."""
-        number, rows, columns = (pieces[..., i].astype(np.int32) for i in range(3))
-        return np.maximum(rows * columns - 1 - number, 0)
-
-    def layout(self, height: int, width: int, processor: Any) -> tuple[str | int, ...]:
-        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
-        patches = processor.get_number_of_image_patches(height, width)
-        return (patches // self.merge_size**2,)
-
-    def table(self, patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Return the pieces of an image of rows x columns features, whose patches [n, C p p] are
-        piece by piece."""
-        count = rows * columns
-        grid = np.tile(np.array([0, rows, columns], np.float32), (count, 1))
-        grid[:, 0] = np.arange(count)
-        return np.concatenate([grid, patches.reshape(count, -1)], axis=1)
-
-    def misfit(self, made: tuple[int, ...], grid: str) -> ValueError:
-        """Return the error for an image processor that makes other patches."""
-        return ValueError(
-            f"the image processor makes {made} numbers of {grid} patches, and the model's tower "
-            f"reads patches of {self.patch_size} x {self.patch_size} pixels, {self.merge_size} x "
-            f"{self.merge_size} of them together"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenVisionConfig(TableVisionConfig):
-    """The tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, and its projector."""
-
-    frames: int
-    """Frames of a patch. A picture is so many equal ones."""
-    has_rms_norms: bool = False
-    """True if norms have neither means nor biases (Qwen2.5-VL)."""
-    is_gated: bool = False
-    """True if the MLP has a gate (Qwen2.5-VL)."""
-    has_patch_bias: bool = False
-    window: int | None = None
-    """Height and width, in features, of the windows inside of which layers attend (Qwen2.5-VL).
-    None: all attend to the whole image."""
-    full_layers: tuple[int, ...] = ()
-    """The layers that attend to the whole image although there are windows."""
-    position_side: int | None = None
-    """Height and width of the table of position embeddings, which is stretched over each image
-    (Qwen3-VL). None: there is none."""
-
-    def sizes(self, text_size: int) -> dict[str, int]:
-        """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
-        del text_size
-        merged = self.merge_size**2 * self.hidden_size
-        return {
-            "vision_position": (self.position_side or 0) ** 2,
-            "patch_time": self.frames,
-            "merged": merged,
-            "projector": merged,
-        }
-
-    def advances(self, pieces: np.ndarray) -> np.ndarray:
-        """Return the number of positions [..., n] from each feature to the next token: 0 inside of
-        an image, and behind its last feature its longer side, in features."""
-        number, rows, columns = (pieces[..., i].astype(np.int32) for i in range(3))
-        return np.where(number == rows * columns - 1, np.maximum(rows, columns), 0)
-
-    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
-        """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
-        pixels = np.asarray(processed["pixel_values"], np.float32)
-        frames, height, width = (int(size) for size in np.asarray(processed["image_grid_thw"])[0])
-        rows = height // self.merge_size
-        columns = width // self.merge_size
-        count = rows * columns
-        of_patch = self.channels * self.patch_size**2
-        shape = (count * self.merge_size**2, of_patch * self.frames)
-        if frames != 1 or pixels.shape != shape:
-            raise self.misfit(pixels.shape, f"{frames} x {height} x {width}")
-        # Of the equal frames of a patch one is kept.
-        patches = pixels.reshape(-1, self.channels, self.frames, self.patch_size**2)[:, :, 0]
-        return self.table(patches, rows, columns), (count,)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4VisionConfig(TableVisionConfig):
-    """The tower of Gemma 4, and its projector (see `models.gemma4_vision`)."""
-
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    num_positions: int
-    """Rows and columns of patches that have a position embedding."""
-    is_clipped: bool = False
-    """True if inputs and outputs of the matrices of layers are clipped (`BOUNDS`; E2B and E4B)."""
-    is_standardized: bool = False
-    """True if features have a bias subtracted and are multiplied by a gain (31B and 26B-A4B)."""
-    has_audio: bool = False
-    """True if the files have a tower for sound, which is not read."""
-
-    def sizes(self, text_size: int) -> dict[str, int]:
-        """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
-        del text_size
-        return {
-            "vision_heads": self.num_heads * self.head_dim,
-            "vision_kv_heads": self.num_kv_heads * self.head_dim,
-            "vision_head_dim": self.head_dim,
-            "vision_axes": 2,
-            "vision_position": self.num_positions,
-            "pixels": self.channels * self.patch_size**2,
-            "merged_patches": self.hidden_size,
-        }
-
-    def advances(self, pieces: np.ndarray) -> None:
-        """Return None: each feature takes one position, as a word does."""
-        del pieces
-
-    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
-        """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
-        pixels = np.asarray(processed["pixel_values"], np.float32)[0]
-        places = np.asarray(processed["image_position_ids"])[0]
-        is_patch = (places >= 0).all(-1)
-        # Patches row by row, and then padding.
-        width, height = (int(size) for size in places[is_patch].max(0) + 1)
-        side = self.merge_size
-        rows = height // side
-        columns = width // side
-        if (
-            pixels.shape[1] != self.channels * self.patch_size**2
-            or is_patch.sum() != height * width
-            or (rows * side, columns * side) != (height, width)
-        ):
-            raise self.misfit(pixels.shape, f"{height} x {width}")
-        if max(height, width) > self.num_positions:
-            raise ValueError(
-                f"the image has {height} x {width} patches, and the model's tower has positions "
-                f"for {self.num_positions} in a row or a column"
-            )
-        patches = pixels[is_patch].reshape(rows, side, columns, side, -1).swapaxes(1, 2)
-        return self.table(patches, rows, columns), (rows * columns,)
-
-
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """An architecture with its precision. Equal configs share one compiled program."""
@@ -1102,7 +618,7 @@ class DecoderConfig:
     multimodal: bool = False
     """True if the model was read from one with images (Gemma 3 and 4, Qwen3.5), whose modules have
     other names in transformers."""
-    vision: VisionConfig | QwenVisionConfig | Gemma4VisionConfig | None = None
+    vision: vision_config.AnyVisionConfig | None = None
     """The part that reads images. None: the model reads text alone."""
     source: str = "{}"
     """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
@@ -1228,16 +744,7 @@ class DecoderConfig:
             "rank": self.adapters.rank if self.adapters else 0,
         }
         if self.vision is not None:
-            sizes |= {
-                "vision_embed": self.vision.hidden_size,
-                "vision_heads": self.vision.hidden_size,
-                "vision_kv_heads": self.vision.hidden_size,
-                "vision_mlp": self.vision.mlp_size,
-                "channel": self.vision.channels,
-                "patch_row": self.vision.patch_size,
-                "patch_column": self.vision.patch_size,
-                **self.vision.sizes(self.hidden_size),
-            }
+            sizes |= self.vision.sizes(self.hidden_size)
         shape = tuple(sizes[axis] for axis in WEIGHT_AXES[name])
         by_row = self.adapter_rows and name.endswith((LORA_A, LORA_B))
         return (self.adapter_rows, *shape) if by_row else shape

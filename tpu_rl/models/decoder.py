@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models import exact, kv_cache, layers, quantization, vision
+from tpu_rl.models import exact, kv_cache, layers, quantization
 from tpu_rl.models.attention import decode, delta_rule, flash, latent
 from tpu_rl.models.attention.cudnn import TOKEN_MULTIPLE as CUDNN_TOKENS
 from tpu_rl.models.attention.cudnn import cudnn_attention
@@ -35,12 +35,10 @@ from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
     BLOCK_SCALE,
-    BOUNDS,
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
     LORA_B,
-    NO_BOUND,
     ONES,
     OUTPUT_DIMS,
     PLAIN_NORMS,
@@ -58,6 +56,10 @@ from tpu_rl.models.layers import ACTIVATIONS, CACHED, PACKED, ActivationAxes, To
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.models.quantization import Quantized
+from tpu_rl.models.vision import features as image_features
+from tpu_rl.models.vision import towers
+from tpu_rl.models.vision.config import BOUNDS, NO_BOUND, UNIT_SIZE
+from tpu_rl.models.vision.features import Features
 from tpu_rl.train.sharding import constrain, spread
 from tpu_rl.types import (
     FEATURES,
@@ -109,10 +111,10 @@ class Context(NamedTuple):
     I, O] that are read in place; None if each layer takes its own."""
     tokens: Array | None = None
     """[B, T]: the ids, for layers that add to those of images; None if none does."""
-    features: vision.Features | None = None
+    features: Features | None = None
     """The features of images that tokens refer to (see `models.vision`)."""
     image_queries: TokenIndex | None = None
-    """The queries of layers in which tokens of an image see all of it (`vision.two_way`)."""
+    """The queries of layers in which tokens of an image see all of it (see `features.two_way`)."""
     mixed: dict[str, Array] | None = None
     """See `types.MIXED_INPUTS`."""
     reused: LatestKeys | None = None
@@ -127,13 +129,10 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
 
     It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
     of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
-
-    Positions of a vision tower are as large as what they are added to: patches of pixels of size 1
-    give 1. Smaller ones are lost behind the first norm, and the tower does not learn places.
     """
     if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
-    if name in ("vision_class", "vision_position", "vision_axis_positions"):
+    if name in UNIT_SIZE:
         return 1.0
     if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
@@ -205,7 +204,7 @@ def param_shapes(config: DecoderConfig) -> Any:
         return Decoder(config).init(jax.random.key(0), token, None, context)["params"]
 
     shapes = jax.eval_shape(init, token)
-    return shapes if config.vision is None else shapes | vision.param_shapes(config)
+    return shapes if config.vision is None else shapes | towers.param_shapes(config)
 
 
 # Modules.
@@ -685,13 +684,16 @@ class Layer(Weights):
         depends on `AttentionConfig.kernel`, the shapes and the mesh.
         """
         config = self.config.attention
-        sliding_window = config.sliding_window if self.layer_type == "sliding" else None
         sinks = self.weight("sink_bias") if config.sinks else None
+        scoring: dict[str, Any] = {
+            "scale": config.scale,
+            "sliding_window": config.sliding_window if self.layer_type == "sliding" else None,
+            "softcap": config.softcap,
+        }
         queries = context.queries
-        vision_config = self.config.vision
-        if context.image_queries is not None and vision_config is not None:
-            is_two_way = self.layer_type in vision_config.two_way
-            queries = context.image_queries if is_two_way else queries
+        two_way = self.config.vision.two_way if self.config.vision else ()
+        if context.image_queries is not None and self.layer_type in two_way:
+            queries = context.image_queries
         key_index = context.keys[self.layer_type]
         axes = PACKED if read_rows is None else CACHED
         token_shards = spread(axes.tokens, query.shape[1])
@@ -703,11 +705,7 @@ class Layer(Weights):
             and flash.is_supported(query.shape[1] // token_shards, keys.shape[2])
         ):
             flash_config = FlashConfig(
-                scale=config.scale,
-                sliding_window=sliding_window,
-                softcap=config.softcap,
-                interpret=self.is_interpreted,
-                token_shards=token_shards,
+                **scoring, interpret=self.is_interpreted, token_shards=token_shards
             )
             # It names its results for `jax.checkpoint` itself.
             return flash.flash_attention(
@@ -718,15 +716,7 @@ class Layer(Weights):
             values = constrain(values, KEY_AXES)
         if self.config.exact and read_rows is None and context.paths is not None:
             attended = exact.path_attention(
-                query,
-                keys,
-                values,
-                queries,
-                context.paths,
-                scale=config.scale,
-                sliding_window=sliding_window,
-                softcap=config.softcap,
-                sinks=sinks,
+                query, keys, values, queries, context.paths, sinks=sinks, **scoring
             )
             return checkpoint_name(attended, PRODUCT)
         implementation = None
@@ -734,29 +724,17 @@ class Layer(Weights):
             implementation = exact.attention
         elif config.kernel == "cudnn" and cudnn_supports(query.shape[1], keys.shape[2]):
             implementation = cudnn_attention
-        # Scores, or cuDNN's mask and its gradient, never exist for all queries of long rows.
         chunks = 1
         if token_shards == 1 and not self.config.exact:
-            score_bytes, multiple = 4 * query.shape[2] / spread("heads", query.shape[2]), 1
-            if implementation is not None:
-                score_bytes = 4
-                multiple = CUDNN_TOKENS
-            chunks = layers.score_chunks(
-                query,
-                keys.shape[2],
-                context.key_tiles,
-                score_bytes / spread(axes.rows, len(query)),
-                multiple,
-            )
+            key_tiles = context.key_tiles
+            chunks = self.score_chunks(query, keys, key_tiles, axes, implementation is not None)
         attend = functools.partial(
             layers.attention,
-            scale=config.scale,
-            sliding_window=sliding_window,
-            softcap=config.softcap,
             sinks=sinks,
             key_tiles=context.key_tiles,
             implementation=implementation,
             chunks=chunks,
+            **scoring,
         )
         if read_rows and config.cpu_cache and spread(axes.rows, len(query)) == 1:
             block_rows = kv_cache.rows_per_block(keys)
@@ -766,6 +744,25 @@ class Layer(Weights):
         else:
             attended = attend(query, keys, values, queries, key_index)
         return checkpoint_name(attended, PRODUCT)
+
+    def score_chunks(
+        self,
+        query: Array,
+        keys: Array,
+        key_tiles: Array | None,
+        axes: ActivationAxes,
+        uses_cudnn: bool,
+    ) -> int:
+        """Return the number of parts of queries [B, T, H, E] that are computed one by one.
+
+        Scores, or cuDNN's mask and its gradient, never exist for all queries of long rows.
+        """
+        if uses_cudnn:
+            score_bytes, multiple = 4, CUDNN_TOKENS
+        else:
+            score_bytes, multiple = 4 * query.shape[2] / spread("heads", query.shape[2]), 1
+        of_device = score_bytes / spread(axes.rows, len(query))
+        return layers.score_chunks(query, keys.shape[2], key_tiles, of_device, multiple)
 
     def mlp(self, x: Array, prefix: str = "") -> Array:
         """Return the gated MLP of x [B, T, D], whose weights have names with `prefix`."""
@@ -890,7 +887,9 @@ class Pattern(nn.Module):
             )
             if context.tokens is not None and context.features is not None:
                 number = mixture_layer + (0 if self.is_dense else config.dense_layers)
-                x = vision.add_deep_features(config, x, context.tokens, context.features, number)
+                x = image_features.add_deep_features(
+                    config, x, context.tokens, context.features, number
+                )
             usages.append(usage)
         return (x, cache, latest), usages
 
@@ -910,44 +909,18 @@ class Decoder(Weights):
         `DecoderConfig.remat` says.
         """
         config = self.config
-        # `unembed` reads these weights from the params; they are only declared here.
-        if config.num_outputs:
-            self.weight("score")
-        elif not config.vocab.tied:
-            self.weight("unembedding")
-        if config.adapter_scale("unembedding") is not None:
-            self.adapter("unembedding")
-
-        axes = _activation_axes(cache)
-        scale = config.vocab.embedding_scale
+        self.declare_unembedding()
         words = tokens
         if config.vision is not None:
             words = jnp.where(tokens < config.vocab.size, tokens, config.vision.layer_input_token)
-        table = self.weight("embedding")
-        x = _embed(table, words, scale, config.dtype, axes)
-        if context.mixed is not None:
-            others = _embed(table, context.mixed["tokens"], scale, config.dtype, axes)
-            x += (context.mixed["share"] * (others - x)).astype(x.dtype)
-        if config.vision is not None:
-            features = context.features
-            x = vision.place_features(config, x, tokens, features)
-            has_deep = features is not None and features.deep is not None
-            context = context._replace(tokens=tokens if has_deep else None)
+        x = self.embed(tokens, words, cache, context)
+        has_deep = context.features is not None and context.features.deep is not None
+        context = context._replace(tokens=tokens if has_deep else None)
 
         # In the scan nothing must prevent common subexpression elimination: the forward and the
         # backward pass are two loops.
         scan_layer = _remat_layer(config, prevent_cse=False) if cache is None else Layer
         tail_layer = _remat_layer(config, prevent_cse=True) if cache is None else Layer
-
-        def scanned_pattern(length: int) -> Any:
-            return nn.scan(
-                Pattern,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
-                length=length,
-            )
-
         inputs = self.layer_inputs(tokens, words, x, cache) if config.layer_input_size else None
 
         def inputs_of(first: int, count: int, repetitions: int | None = None) -> Array | None:
@@ -968,7 +941,7 @@ class Decoder(Weights):
             first = Pattern(config, first_types, tail_layer, is_dense=True, name="first")
             carry, _ = first(carry, (0, inputs_of(0, dense)), context)
         repetitions = config.repetitions
-        stack = scanned_pattern(repetitions)(
+        stack = _scanned_pattern(repetitions)(
             config, pattern_types[: config.period], scan_layer, first_types, name="layers"
         )
         num_stacked = repetitions * config.period
@@ -983,7 +956,7 @@ class Decoder(Weights):
         if config.reusing_layers:
             repetitions = config.reusing_layers // config.reusing_period
             types = config.layer_types[config.first_reusing :][: config.reusing_period]
-            reusing = scanned_pattern(repetitions)(
+            reusing = _scanned_pattern(repetitions)(
                 config, types, scan_layer, reuses_keys=True, name="reusing"
             )
             x, cache, latest = carry
@@ -999,11 +972,36 @@ class Decoder(Weights):
             usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *usages)
         return self.norm(x, "final_norm"), cache, usage
 
+    def declare_unembedding(self) -> None:
+        """Declare the weights that `unembed` reads from the params."""
+        config = self.config
+        if config.num_outputs:
+            self.weight("score")
+        elif not config.vocab.tied:
+            self.weight("unembedding")
+        if config.adapter_scale("unembedding") is not None:
+            self.adapter("unembedding")
+
+    def embed(self, tokens: Array, words: Array, cache: Any, context: Context) -> Array:
+        """Return the first residual stream [B, T, D]: embeddings, mixed with others if
+        `Context.mixed` says so, and features where tokens stand for images."""
+        config = self.config
+        axes = _activation_axes(cache)
+        scale = config.vocab.embedding_scale
+        table = self.weight("embedding")
+        x = _embed(table, words, scale, config.dtype, axes)
+        if context.mixed is not None:
+            others = _embed(table, context.mixed["tokens"], scale, config.dtype, axes)
+            x += (context.mixed["share"] * (others - x)).astype(x.dtype)
+        if config.vision is None:
+            return x
+        return image_features.place_features(config, x, tokens, context.features)
+
     def layer_inputs(self, tokens: Array, words: Array, x: Array, cache: Any) -> Array:
         """Return the own inputs [L, B, T, P] of all layers, for tokens [B, T] whose scaled
         embeddings are x [B, T, D].
 
-        `words` are the tokens, with `TableVisionConfig.layer_input_token` for features, which is
+        `words` are the tokens, with `VisionConfig.layer_input_token` for features, which is
         not trained there.
         """
         config = self.config
@@ -1021,6 +1019,17 @@ class Decoder(Weights):
         projected = self.norm(projected, "layer_inputs_norm")
         inputs = (projected + embedded.reshape(projected.shape)) * jnp.asarray(2**-0.5, x.dtype)
         return constrain(jnp.moveaxis(inputs, 2, 0), (None, *axes, None))
+
+
+def _scanned_pattern(repetitions: int) -> Any:
+    """Return the class of a pattern that a scan repeats, with weights stacked over repetitions."""
+    return nn.scan(
+        Pattern,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
+        length=repetitions,
+    )
 
 
 def _embed(table: Array, tokens: Array, scale: float, dtype: Any, axes: ActivationAxes) -> Array:
@@ -1101,8 +1110,8 @@ def packed_context(
     routing: Array | None = None,
     rotary_positions: Array | None = None,
 ) -> Context:
-    """Return the context of packed rows. `rotary_positions` are those of `vision`; None: those of
-    the tokens."""
+    """Return the context of packed rows. `rotary_positions` are those of `vision.features`; None:
+    those of the tokens."""
     keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
     angles = _angles(config, tokens.positions if rotary_positions is None else rotary_positions)
     sequences = delta_rule.packed_sequences(tokens) if config.is_recurrent else None
@@ -1168,6 +1177,112 @@ def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, A
 # The model as pure functions.
 
 
+def _hidden(
+    config: DecoderConfig,
+    module: Decoder,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    segment_ids: Array,
+    branch_ids: Array,
+    key_tiles: Array | None = None,
+    visible_until: Array | None = None,
+    paths: Paths | None = None,
+    routing: Array | None = None,
+    images: Array | None = None,
+) -> Array:
+    """Compute the hidden states of packed rows, as `types.Model.hidden`."""
+    if visible_until is None:
+        visible_until = layers.visible_until(segment_ids, branch_ids)
+    # Token i of a row attends to the tokens j that `layers.can_attend` admits, by (index,
+    # position, segment, visible until) of both.
+    length = tokens.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+    token_index = TokenIndex(index, positions, segment_ids, visible_until)
+    # With rows split over devices (the axis `context`), later tokens attend to more: reorder
+    # them, so that each device gets early and late ones. States come back in the old order.
+    token_shards = spread(PACKED.tokens, length)
+    order = layers.balanced_order(length, token_shards)
+    if token_shards > 1:
+        tokens = tokens[:, order]
+        token_index = TokenIndex(*(field[:, order] for field in token_index))
+        key_tiles = None  # They list tiles of tokens in their original order.
+        routing = None if routing is None else routing[:, order]
+    mixed = params.get(MIXED_INPUTS)
+    if mixed is not None and token_shards > 1:
+        mixed = mixed | {"tokens": mixed["tokens"][:, order]}
+    features = None if images is None else towers.features(config, params, images)
+    positions = image_features.rotary_positions(config, tokens, token_index.positions, features)
+    context = packed_context(config, token_index, key_tiles, paths, routing, positions)
+    context = context._replace(
+        image_queries=image_features.two_way(config, tokens, token_index, features),
+        features=features,
+        mixed=mixed,
+    )
+    outputs: Any = module.apply({"params": params}, tokens, None, context)
+    states, _, usage = outputs
+    if token_shards > 1:
+        # Whole rows on each device: `PackedRows.previous` may point to any token of the row.
+        states = constrain(states, (PACKED.rows, None, None))[:, np.argsort(order)]
+    if router.REPORT in params:
+        return router.report_usage(states, usage, params[router.REPORT])
+    return states
+
+
+def _extend(
+    config: DecoderConfig,
+    module: Decoder,
+    params: Params,
+    cache: Any,
+    tokens: Array,
+    positions: Array,
+    branch_ids: Array,
+    commit: Array,
+) -> tuple[Array, Any]:
+    """Process new tokens with a cache, as `types.Model.extend`."""
+    # The cache has the rows' lengths [B], the shared prompt (only read), and one stack of keys
+    # and values per layer type.
+    lengths = cache["lengths"]
+    unwritten = {name: cache[name] for name in (SHARED_PROMPT, MISSING_POSITIONS) if name in cache}
+    stacks = {
+        name: stack for name, stack in cache.items() if name != "lengths" and name not in unwritten
+    }
+    # Each layer type sees its own part of the past: all of it, a window or a chunk.
+    queries = kv_cache.query_index(lengths, positions, branch_ids)
+    views = {
+        layer_type: kv_cache.view(
+            config,
+            layer_type,
+            lengths,
+            commit,
+            stack["v"].shape[3],
+            queries,
+            branch_ids,
+        )
+        for layer_type, stack in stacks.items()
+        if layer_type not in (ROUTING, RECURRENT)
+    }
+    # Rows of one prompt are read as groups, and few tokens read only their experts' weights.
+    views = kv_cache.with_groups(config, cache, views)
+    in_place = expert_stacks(config, params, tokens.size)
+    features = params.get(FEATURES)
+    if MISSING_POSITIONS in cache:
+        # The position of a token: its number, and what earlier tokens take more than one each.
+        added = image_features.missing_positions(config, tokens, features)
+        before = cache[MISSING_POSITIONS][0][:, None] + jnp.cumsum(added, axis=1) - added
+        positions = positions + before
+        is_committed = jnp.arange(tokens.shape[1])[None] < commit[:, None]
+        committed = jnp.where(is_committed, added, 0).sum(1)
+        unwritten[MISSING_POSITIONS] = cache[MISSING_POSITIONS] + committed[None]
+    positions = image_features.rotary_positions(config, tokens, positions, features)
+    context = cached_context(config, queries, views, lengths, commit, in_place, positions)
+    image_queries = image_features.two_way(config, tokens, queries, features)
+    context = context._replace(image_queries=image_queries, features=features)
+    outputs: Any = module.apply({"params": params}, tokens, stacks, context)
+    states, stacks, _ = outputs
+    return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}
+
+
 @functools.cache
 def decoder(config: DecoderConfig) -> Model:
     """Return a decoder-only transformer as pure functions (see `types.Model`).
@@ -1179,53 +1294,8 @@ def decoder(config: DecoderConfig) -> Model:
     def init(key: Array) -> Params:
         return random_params(config, key)
 
-    def hidden(
-        params: Params,
-        tokens: Array,
-        positions: Array,
-        segment_ids: Array,
-        branch_ids: Array,
-        key_tiles: Array | None = None,
-        visible_until: Array | None = None,
-        paths: Paths | None = None,
-        routing: Array | None = None,
-        images: Array | None = None,
-    ) -> Array:
-        if visible_until is None:
-            visible_until = layers.visible_until(segment_ids, branch_ids)
-        # Token i of a row attends to the tokens j that `layers.can_attend` admits, by (index,
-        # position, segment, visible until) of both.
-        length = tokens.shape[1]
-        index = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
-        token_index = TokenIndex(index, positions, segment_ids, visible_until)
-        # With rows split over devices (the axis `context`), later tokens attend to more: reorder
-        # them, so that each device gets early and late ones. States come back in the old order.
-        token_shards = spread(PACKED.tokens, length)
-        order = layers.balanced_order(length, token_shards)
-        if token_shards > 1:
-            tokens = tokens[:, order]
-            token_index = TokenIndex(*(field[:, order] for field in token_index))
-            key_tiles = None  # They list tiles of tokens in their original order.
-            routing = None if routing is None else routing[:, order]
-        mixed = params.get(MIXED_INPUTS)
-        if mixed is not None and token_shards > 1:
-            mixed = mixed | {"tokens": mixed["tokens"][:, order]}
-        features = None if images is None else vision.features(config, params, images)
-        positions = vision.rotary_positions(config, tokens, token_index.positions, features)
-        context = packed_context(config, token_index, key_tiles, paths, routing, positions)
-        context = context._replace(
-            image_queries=vision.two_way(config, tokens, token_index, features),
-            features=features,
-            mixed=mixed,
-        )
-        outputs: Any = module.apply({"params": params}, tokens, None, context)
-        states, _, usage = outputs
-        if token_shards > 1:
-            # Whole rows on each device: `PackedRows.previous` may point to any token of the row.
-            states = constrain(states, (PACKED.rows, None, None))[:, np.argsort(order)]
-        if router.REPORT in params:
-            return router.report_usage(states, usage, params[router.REPORT])
-        return states
+    def hidden(params: Params, *arguments: Any, **named: Any) -> Array:
+        return _hidden(config, module, params, *arguments, **named)
 
     def logits(params: Params, hidden: Array) -> Array:
         return unembed(config, params, hidden)
@@ -1234,59 +1304,8 @@ def decoder(config: DecoderConfig) -> Model:
         del params
         return kv_cache.init_cache(config, rows, length)
 
-    def extend(
-        params: Params,
-        cache: Any,
-        tokens: Array,
-        positions: Array,
-        branch_ids: Array,
-        commit: Array,
-    ) -> tuple[Array, Any]:
-        # The cache has the rows' lengths [B], the shared prompt (only read), and one stack of keys
-        # and values per layer type.
-        lengths = cache["lengths"]
-        unwritten = {
-            name: cache[name] for name in (SHARED_PROMPT, MISSING_POSITIONS) if name in cache
-        }
-        stacks = {
-            name: stack
-            for name, stack in cache.items()
-            if name != "lengths" and name not in unwritten
-        }
-        # Each layer type sees its own part of the past: all of it, a window or a chunk.
-        queries = kv_cache.query_index(lengths, positions, branch_ids)
-        views = {
-            layer_type: kv_cache.view(
-                config,
-                layer_type,
-                lengths,
-                commit,
-                stack["v"].shape[3],
-                queries,
-                branch_ids,
-            )
-            for layer_type, stack in stacks.items()
-            if layer_type not in (ROUTING, RECURRENT)
-        }
-        # Rows of one prompt are read as groups, and few tokens read only their experts' weights.
-        views = kv_cache.with_groups(config, cache, views)
-        in_place = expert_stacks(config, params, tokens.size)
-        features = params.get(FEATURES)
-        if MISSING_POSITIONS in cache:
-            # The position of a token: its number, and what earlier tokens take more than one each.
-            added = vision.missing_positions(config, tokens, features)
-            before = cache[MISSING_POSITIONS][0][:, None] + jnp.cumsum(added, axis=1) - added
-            positions = positions + before
-            is_committed = jnp.arange(tokens.shape[1])[None] < commit[:, None]
-            committed = jnp.where(is_committed, added, 0).sum(1)
-            unwritten[MISSING_POSITIONS] = cache[MISSING_POSITIONS] + committed[None]
-        positions = vision.rotary_positions(config, tokens, positions, features)
-        context = cached_context(config, queries, views, lengths, commit, in_place, positions)
-        image_queries = vision.two_way(config, tokens, queries, features)
-        context = context._replace(image_queries=image_queries, features=features)
-        outputs: Any = module.apply({"params": params}, tokens, stacks, context)
-        states, stacks, _ = outputs
-        return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}
+    def extend(params: Params, cache: Any, *arguments: Any, **named: Any) -> tuple[Array, Any]:
+        return _extend(config, module, params, cache, *arguments, **named)
 
     return Model(
         config=config,

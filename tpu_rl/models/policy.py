@@ -15,11 +15,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models import vision
 from tpu_rl.models.attention import decode
 from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.decoder import decoder
 from tpu_rl.models.lora import join
+from tpu_rl.models.vision import towers
+from tpu_rl.models.vision.features import Features
 from tpu_rl.types import Array, Model, PackedRows, Params, Policy, Role
 
 
@@ -57,15 +58,8 @@ def _selecting_policy(policy: Policy, select: Callable[[Params], Params]) -> Pol
     def init_cache(params: Params, rows: int, length: int) -> Any:
         return policy.init_cache(select(params), rows, length)
 
-    def extend(
-        params: Params,
-        cache: Any,
-        tokens: Array,
-        positions: Array,
-        branch_ids: Array,
-        commit: Array,
-    ) -> tuple[Array, Any]:
-        return policy.extend(select(params), cache, tokens, positions, branch_ids, commit)
+    def extend(params: Params, cache: Any, *arguments: Any, **named: Any) -> tuple[Array, Any]:
+        return policy.extend(select(params), cache, *arguments, **named)
 
     return Policy(init_cache, extend, policy.max_rollback, policy.exact)
 
@@ -96,15 +90,15 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
     return Role(hidden, logits, model.exact)
 
 
-def image_features(model: Model) -> Callable[[Params, Any], vision.Features]:
+def image_features(model: Model) -> Callable[[Params, Any], Features]:
     """Return the compiled function (the model's params, pieces of images [I, ...]) -> features of a
     model that reads images (see `models.vision`)."""
     return _image_features(model.config)
 
 
 @functools.cache
-def _image_features(config: DecoderConfig) -> Callable[[Params, Any], vision.Features]:
-    return jax.jit(functools.partial(vision.features, config))
+def _image_features(config: DecoderConfig) -> Callable[[Params, Any], Features]:
+    return jax.jit(functools.partial(towers.features, config))
 
 
 def with_int8_cache(model: Model) -> Model:

@@ -37,7 +37,7 @@ class ImageFeatures(NamedTuple):
     """The features of images for a role that reads them."""
 
     compute: Callable[[Params, Any], Any]
-    """(the params tree that the policy reads, pieces of images [I, ...]) -> `vision.Features`."""
+    """(the params tree that the policy reads, pieces of images [I, ...]) -> `features.Features`."""
     insert: Callable[[Params, Any], Params]
     """(that tree, features) -> the tree with them."""
     piece_shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class _Image:
     pieces: np.ndarray
     """[p, ...] float32."""
     features: Any = None
-    """`vision.Features` of the image, on the host; None before it is read for the first time."""
+    """The `Features` of the image, on the host; None before it is read for the first time."""
 
 
 class ImageTable:
@@ -337,7 +337,7 @@ class ImageTable:
 
 
 def _feature_axis(path: Any) -> int:
-    """Return the axis of features in a leaf of `vision.Features`."""
+    """Return the axis of features in a leaf of `features.Features`."""
     return int(path[0].name == "deep")
 
 

@@ -181,11 +181,9 @@ class Store:
         remaining = list(names)
         for first in range(0, len(remaining), CONCURRENT_READS):
             batch = remaining[first : first + CONCURRENT_READS]
-            requests = [self._objects.read(name) for name in batch]
-            for name, request in zip(batch, requests, strict=True):
-                result = self._result(request, f"read {name}")
-                if result.state == "value":
-                    contents[name] = bytes(result.value)
+            for name, version in self.read_changed(batch, {}).items():
+                if version.content is not None:
+                    contents[name] = version.content
         return contents
 
     def names(self, prefix: str = "") -> list[str]:

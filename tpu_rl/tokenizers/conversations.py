@@ -44,6 +44,10 @@ class Conversation:
             self.template, self.messages[:count], add_generation_prompt, self.variables, self.tools
         )
 
+    def text(self, add_generation_prompt: bool) -> str:
+        """Return the text of all messages."""
+        return self.render(len(self.messages), add_generation_prompt).text
+
 
 def hide(
     template: str,

@@ -58,7 +58,7 @@ tokens between runs."""
 
 
 class Tower(Protocol):
-    """The images of a model: its `models.config.VisionConfig`."""
+    """The images of a model: its `vision.config.VisionConfig`."""
 
     @property
     def features_per_piece(self) -> int:
@@ -67,12 +67,12 @@ class Tower(Protocol):
 
     @property
     def gap(self) -> str:
-        """See `models.config.VisionConfig.gap`."""
+        """See `vision.config.VisionConfig.gap`."""
         ...
 
     @property
     def written(self) -> str:
-        """See `models.config.Written`."""
+        """See `vision.config.Written`."""
         ...
 
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:
@@ -146,8 +146,10 @@ class ImageReader:
         same image; None if each token sees earlier ones alone."""
         if not self.tower.is_two_way:
             return None
+        processor = self.processor()
+        known = type(processor).valid_kwargs.__annotations__
         in_piece = self.tower.features_per_piece
-        return self.first_id, getattr(self.processor(), "max_soft_tokens", in_piece)
+        return self.first_id, processor.max_soft_tokens if "max_soft_tokens" in known else in_piece
 
     def expand(
         self,
@@ -394,8 +396,8 @@ def _bytes_of(source: Any, folder: Path) -> bytes:
     if source.startswith(("http://", "https://")):
         raise ValueError("files are not fetched from the network")
     if source.startswith("data:"):
-        _, found, encoded = source.partition(";base64,")
-        if not found:
+        _, separator, encoded = source.partition(";base64,")
+        if not separator:
             raise ValueError("the data URL is no base64")
         try:
             return base64.b64decode(encoded, validate=True)
@@ -453,7 +455,8 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
             why=str(error)[:300],
             fix="use the preprocessor_config.json that was published with the model",
         ) from error
-    if getattr(processor, "do_pan_and_scan", None):
+    known = type(processor).valid_kwargs.__annotations__
+    if "do_pan_and_scan" in known and processor.do_pan_and_scan:
         raise InputError(
             "pan and scan, which cuts an image into further ones, is not supported",
             where=f"do_pan_and_scan in preprocessor_config.json, {directory}",
@@ -466,7 +469,6 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
         if value is not None
     }
     where = f"--data.{', --data.'.join(changed).replace('_', '-')}"
-    known = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
     if not changed.keys() <= known.keys():
         raise InputError(
             "the model's image processor has no least or most number of pixels",
@@ -485,11 +487,11 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
                 why="one of the numbers may be that of preprocessor_config.json",
                 fix="set both --data.min-pixels and --data.max-pixels",
             )
-    if hasattr(processor, "max_soft_tokens"):
+    if "max_soft_tokens" in known:
         processor.get_number_of_image_patches = functools.partial(_gemma4_patches, processor)
-    if hasattr(processor, "crop_to_patches"):
+    if "crop_to_patches" in known:
         processor.crop_to_patches = True  # As InternVL's processor of texts and images does.
-    if hasattr(processor, "return_row_col_info"):
+    if "return_row_col_info" in known:
         processor.return_row_col_info = True  # Texts name the rows and columns of tiles.
     return processor
 

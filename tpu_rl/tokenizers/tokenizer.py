@@ -8,21 +8,25 @@ control tokens.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
 import functools
 import json
-import math
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence, images, tool_calls
+from tpu_rl.tokenizers import (
+    chat_templates,
+    conversations,
+    end_of_sequence,
+    images,
+    span_tokens,
+    tool_calls,
+)
 from tpu_rl.tokenizers.conversations import Conversation, Message, Tools, Turn
 from tpu_rl.tokenizers.images import MARK, ImageReader
 
@@ -151,7 +155,11 @@ class Tokenizer:
         alone = self.encode(text)
         if not text or not self._adds_space:
             return alone
-        for anchor in ("\n", "a", "."):
+        return self._encode_behind(("\n", "a", "."), text, alone)
+
+    def _encode_behind(self, anchors: Sequence[str], text: str, alone: list[int]) -> list[int]:
+        """Return the ids of a text behind one of some texts, or `alone` if none has ids apart."""
+        for anchor in anchors:
             before = self._encode_text(anchor)
             whole = self._encode_text(anchor + text)
             if whole[: len(before)] == before:
@@ -202,8 +210,7 @@ class Tokenizer:
             InputError: if there is no template, or it fails or does not end.
         """
         conversation = self._conversation(messages, tools)
-        text = conversation.render(len(conversation.messages), add_generation_prompt).text
-        return self._encode_rendered(text, conversation.mark)
+        return self._encode_rendered(conversation.text(add_generation_prompt), conversation.mark)
 
     def render_text(self, messages: list[Message], prefill: str = "") -> str:
         """Return the text of a conversation up to the assistant's next turn, by the chat template.
@@ -219,8 +226,7 @@ class Tokenizer:
             InputError: if there is no template, or it fails or does not end.
         """
         conversation = self._conversation(messages, None)
-        text = conversation.render(len(conversation.messages), True).text
-        return text.replace(conversation.mark or "\0", "") + prefill
+        return conversation.text(True).replace(conversation.mark or "\0", "") + prefill
 
     def encode_prompt(self, prompt: str | list[Message], tools: Tools | None = None) -> list[int]:
         """Return the ids that a completion continues.
@@ -377,7 +383,7 @@ class Tokenizer:
         conversation = self._conversation(messages[: last + 1], tools)
         num_added = len(conversation.messages) - (last + 1)
         answers = [index + num_added for index in answers]
-        ends = {text for text, token_id in self.control.items() if token_id in self.eos_ids}
+        ends = self._end_literals
         if chat_templates.marks_assistant(conversation.template):
             text, turns = conversations.turns_by_marks(conversation, answers, ends)
             # Marked templates may drop what earlier answers thought.
@@ -470,18 +476,17 @@ class Tokenizer:
                 )
 
     def unshown(self, messages: list[Message], tools: Tools | None = None) -> list[str]:
-        """Return names of what the template does not show of a conversation.
+        """Return what the template does not show of a conversation, as `KEY` or `tools`.
 
-        These are keys of messages that hold texts which do not occur in the rendering, or other
-        values and a name that the template does not read; and `tools`.
+        A key of a message is not shown if one of its texts does not occur in the rendering. A key
+        with a number or a truth value is not shown if its name does not occur in the template.
 
         Raises:
             InputError: if the conversation cannot be rendered.
         """
         conversation = self._conversation(messages, tools)
-        count = len(conversation.messages)
         is_answered = conversation.messages[-1]["role"] == "assistant"
-        text = conversation.render(count, not is_answered).text
+        text = conversation.text(not is_answered)
         identifiers = set(re.findall(r"[A-Za-z_]\w*", conversation.template))
         names: dict[str, None] = {}
         for message in conversation.messages:
@@ -508,9 +513,9 @@ class Tokenizer:
         """The end of the generation prompt from `<think>` on; "" unless it opens a thought."""
         if THINK not in (self.chat_template or ""):
             return ""
-        prompt = self._conversation(TURN[:1], None).render(1 + (self.chat.system is not None), True)
-        _, found, after = prompt.text.rpartition(THINK)
-        return THINK + after if found and not after.strip() else ""
+        prompt = self._conversation(TURN[:1], None).text(True)
+        _, opening, after = prompt.rpartition(THINK)
+        return THINK + after if opening and not after.strip() else ""
 
     @functools.cached_property
     def markers(self) -> list[str]:
@@ -549,8 +554,7 @@ class Tokenizer:
         if self.chat_template is None:
             return ""
         try:
-            conversation = self._conversation(TURN, None)
-            text = conversation.render(len(conversation.messages), False).text
+            text = self._conversation(TURN, None).text(False)
         except InputError:
             return ""
         return text.partition(TURN[-1]["content"])[2]
@@ -707,74 +711,8 @@ class Tokenizer:
         Raises:
             InputError: if the ids write another text, so that nobody knows which writes what.
         """
-        answer = list(ids[start:])
-        if not spans:
-            return [1.0] * len(answer)
-        # What a token writes can depend on the tokens before it, or at the start of a text.
-        for context in (list(ids[:start]), []):
-            before = len(self.decode(context, skip_special=False))
-            if self.decode(context + answer, skip_special=False)[before:] == text:
-                break
-        else:
-            raise InputError(
-                "parts of an answer have weights, and the tokenizer writes another text back",
-                where=repr(text[:80]),
-                why="the tokens of each part cannot be told",
-                fix="give the whole answer one weight",
-            )
-
-        # What a token writes depends on few tokens before it; if not, on all of them.
-        written = self._written(context, answer, text, SPAN_CONTEXT)
-        if written(len(answer)) != len(text):
-            written = self._written(context, answer, text, len(context) + len(answer))
-        counts = range(len(answer) + 1)
-        edges = [0, *(edge for span in spans for edge in (span["start"], span["end"])), len(text)]
-        pieces = [(span["start"], span["end"], span["weight"]) for span in spans]
-        pieces += [(a, b, 1.0) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        weights = [math.inf] * len(answer)
-        for first, end, weight in pieces:
-            if first >= end:
-                continue
-            # From the token that writes beyond `first`, or the one after it is reached.
-            low = bisect.bisect_right(counts, first, key=written) - 1
-            low = min(low, bisect.bisect_left(counts, first, key=written))
-            for token in range(low, bisect.bisect_left(counts, end, key=written)):
-                weights[token] = min(weights[token], weight)
-        return [1.0 if weight == math.inf else weight for weight in weights]
-
-    def _written(
-        self, context: list[int], answer: list[int], text: str, overlap: int
-    ) -> Callable[[int], int]:
-        """Return the function from a number of the answer's tokens to the characters of the text
-        that they write, of which half of one is none.
-
-        A token is decoded with the `overlap` tokens before it and no others, because an answer may
-        have tens of thousands of tokens and hundreds of spans.
-        """
-        ids = context + answer
-
-        def piece(first: int, count: int) -> str:
-            first, count = first + len(context), count + len(context)
-            known = self.decode(ids[max(first - overlap, 0) : first], skip_special=False)
-            whole = self.decode(ids[max(first - overlap, 0) : count], skip_special=False)
-            return whole[len(known) :]
-
-        # (tokens, characters) of places where a character ends, some tokens apart.
-        places = [(0, 0)]
-        for count in range(len(answer)):
-            first, start = places[-1]
-            if count - first >= 8 * overlap:
-                new = piece(first, count)
-                if text.startswith(new, start) and not new.endswith("\ufffd"):
-                    places.append((count, start + len(new)))
-
-        @functools.cache
-        def written(count: int) -> int:
-            first, start = places[bisect.bisect_right(places, (count, len(text))) - 1]
-            new = piece(first, count)
-            return start + len(os.path.commonprefix([new, text[start : start + len(new)]]))
-
-        return written
+        decode = functools.partial(self.decode, skip_special=False)
+        return span_tokens.weights(decode, ids, start, text, spans)
 
     # --- conversations of several turns ---
 
@@ -888,13 +826,12 @@ class Tokenizer:
             count = len(conversation.messages)
             before = conversation.render(count - 1, False).text
             prompt = conversation.render(count - 1, True).text
-            whole = conversation.render(count, False).text
+            whole = conversation.text(False)
         except InputError:
             return ""
         start = prompt if whole.startswith(prompt) else before
         written = whole.removeprefix(start)
-        ends = [text for text, token_id in self.control.items() if token_id in self.eos_ids]
-        places = [written.rfind(end) for end in ends]
+        places = [written.rfind(end) for end in self._end_literals]
         return written[: max(places)] if max(places, default=-1) > 0 else written
 
     def encode_observation(
@@ -934,12 +871,10 @@ class Tokenizer:
 
     def _encode_next_turn(self, messages: list[Message], ended: bool) -> list[int]:
         conversation = self._conversation([*TURN, *messages], None)
-        text = conversation.render(len(conversation.messages), True).text
-        _, found, after = text.partition(TURN[-1]["content"])
-        ends = {text for text, token_id in self.control.items() if token_id in self.eos_ids}
+        _, answer, after = conversation.text(True).partition(TURN[-1]["content"])
         matches = conversation.pattern.finditer(after)
-        end = next((match for match in matches if match[0] in ends), None)
-        if not found or end is None:
+        end = next((match for match in matches if match[0] in self._end_literals), None)
+        if not answer or end is None:
             raise InputError(
                 "the chat template rewrites the assistant's turns",
                 where="--tokenizer.chat-template",
@@ -971,7 +906,7 @@ class Tokenizer:
             conversation = self._conversation([*earlier, *messages], tools or None)
             count = len(conversation.messages)
             before = conversation.render(count - len(messages), False).text
-            after = conversation.render(count, True).text
+            after = conversation.text(True)
         except InputError:
             # Some (gpt-oss) want a call before each message of a tool, and a call that cannot be
             # read is none. Those that only append do not need the earlier messages.
@@ -979,8 +914,7 @@ class Tokenizer:
             if not is_tools or self._appends:
                 return None
             return self.encode_rewritten(earlier, _as_user(messages), tools)
-        ends = [text for text, token_id in self.control.items() if token_id in self.eos_ids]
-        has_end = any(end in before for end in ends)
+        has_end = any(end in before for end in self._end_literals)
         if not has_end or (after.startswith(before) and self._appends):
             return None
         return self._encode_rendered(after, conversation.mark)
@@ -998,9 +932,7 @@ class Tokenizer:
     def _turn_prompt(self) -> str:
         """What the template writes before a turn of the assistant."""
         conversation = self._conversation(TURN[:1], None)
-        count = len(conversation.messages)
-        before = conversation.render(count, False).text
-        return conversation.render(count, True).text.removeprefix(before)
+        return conversation.text(True).removeprefix(conversation.text(False))
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write files that `load`, and transformers or sentencepiece, can read.
@@ -1037,6 +969,11 @@ class Tokenizer:
                 fix="drop the row, or use another tokenizer",
             )
         return ids
+
+    @functools.cached_property
+    def _end_literals(self) -> frozenset[str]:
+        """Literals of the control tokens that end a turn."""
+        return frozenset(text for text, known in self.control.items() if known in self.eos_ids)
 
     @functools.cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -1078,9 +1015,7 @@ class Tokenizer:
         alone = self._encode_text(text)
         if not follows_control or not self._drops_space:
             return alone
-        newline = self._encode_text("\n")
-        after_newline = self._encode_text("\n" + text)
-        return after_newline[len(newline) :] if after_newline[: len(newline)] == newline else alone
+        return self._encode_behind(("\n",), text, alone)
 
     @functools.cached_property
     def _drops_space(self) -> bool:
@@ -1097,8 +1032,6 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 CONTENT_KEYS = ("content", "tool_calls", *THOUGHT_KEYS)
 """Keys of messages with what an author wrote, however short. Other keys may hold labels."""
 
-SPAN_CONTEXT = 8
-"""Tokens before a token with which it is decoded to find the characters that it writes."""
 THINK = "<think>"
 END_OF_THINK = "</think>"
 
@@ -1143,16 +1076,8 @@ TRIED_SCHEMA = {
         "parameters": {
             "type": "object",
             "properties": {
-                name: {"type": kind, "description": f"The {name}."}
-                for name, kind in {
-                    "text": "string",
-                    "digits": "string",
-                    "count": "integer",
-                    "share": "number",
-                    "flag": "boolean",
-                    "items": "array",
-                    "nested": "object",
-                }.items()
+                name: {"type": tool_calls.kind_of(value), "description": f"The {name}."}
+                for name, value in TRIED_ARGUMENTS.items()
             },
             "required": list(TRIED_ARGUMENTS),
         },

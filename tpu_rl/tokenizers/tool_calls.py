@@ -107,29 +107,15 @@ class ParsedTurn(NamedTuple):
         return message | ({"tool_calls": calls} if calls else {})
 
 
-def format_of(template: str | None) -> str | None:
-    """Return the format whose marks a chat template has; "plain" without a template.
-
-    None if it has no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`.
-    """
-    return "plain" if template is None else next(iter(formats_of(template)), None)
-
-
 def formats_of(template: str) -> list[str]:
     """Return the formats of which a chat template has a mark."""
-    return [
-        name
-        for name, row in FORMATS.items()
-        if any(mark in template for mark in (*row.openings, *row.template_marks))
-    ]
+    return [name for name, row in FORMATS.items() if row.is_in(template, row.template_marks)]
 
 
 def explained_in(prompt: str) -> str | None:
     """Return the format that a prompt explains by an example or by its marks; None for none."""
-    for name, row in FORMATS.items():
-        if any(mark in prompt for mark in (*row.openings, *row.prompt_marks)):
-            return name
-    return None
+    formats = (name for name, row in FORMATS.items() if row.is_in(prompt, row.prompt_marks))
+    return next(formats, None)
 
 
 def begins_thought(prompt: str) -> bool:
@@ -179,6 +165,22 @@ def from_message(message: Mapping[str, Any]) -> ParsedTurn:
 
 Parameters = Mapping[str, Mapping[str, Any]]
 """Tool -> the schemas of its parameters."""
+
+
+class Body(NamedTuple):
+    """A place behind the opening mark of a block."""
+
+    text: str
+    start: int
+    closing: str | None
+    """The mark that ends the block."""
+    parameters: Parameters
+
+    @property
+    def stop(self) -> int:
+        """The end of the block if it has no quotation marks."""
+        end = -1 if self.closing is None else self.text.find(self.closing, self.start)
+        return len(self.text) if end < 0 else end
 
 
 def parameters_of(tools: Tools) -> Parameters:
@@ -262,8 +264,8 @@ def _read_blocks(text: str, row: Format, parameters: Parameters, in_thought: boo
             parts.clear()
             thought_end = position
         else:
-            found, position = _read_block(text, position, row, parameters)
-            calls += found
+            of_block, position = _read_block(text, position, row, parameters)
+            calls += of_block
     content = "".join([text[:thought_end], *parts, text[position:]])
     for mark in row.brackets:
         content = content.replace(mark, "")
@@ -287,9 +289,9 @@ def _read_block(text: str, start: int, row: Format, parameters: Parameters) -> t
 
     JSON and texts in quotation marks may spell the closing mark.
     """
-    body = _skip_space(text, start)
     # Without a closing mark, a call ends where the next one begins.
-    calls, end = row.read_body(text, body, row.closing or row.openings[0], parameters)
+    closing = row.closing or row.openings[0]
+    calls, end = row.read_body(Body(text, _skip_space(text, start), closing, parameters))
     if row.closing is None:
         return calls, end
     close = text.find(row.closing, end)
@@ -312,29 +314,22 @@ def _after(text: str, position: int) -> str:
     return text[begin : begin + 1]
 
 
-def _close(text: str, start: int, closing: str | None) -> int:
-    """Return where the body of a block ends if it has no quotation marks."""
-    end = -1 if closing is None else text.find(closing, start)
-    return len(text) if end < 0 else end
-
-
-def _read_any(
-    text: str, start: int, closing: str | None, parameters: Parameters
-) -> tuple[Calls, int]:
+def _read_any(body: Body) -> tuple[Calls, int]:
     """Return the calls that begin at a place, in the form in which they are written."""
+    text, start, _, parameters = body
     if text.startswith(("<function=", "<invoke"), start):
-        return _read_tags(text, start, _close(text, start, closing), parameters)
+        return _read_tags(text, start, body.stop, parameters)
     if text.startswith("call:", start):
         return _read_gemma4(text, start)
     if text.startswith("{", start):
         return _read_json(text, start)
-    stop = _close(text, start, closing)
+    stop = body.stop
     key = text.find("<arg_key>", start, stop)
     name = text[start : stop if key < 0 else key].strip()
     if re.fullmatch(r"[\w.\-]+", name):
         return [_read_pairs(name, text[stop if key < 0 else key : stop], parameters)], stop
     if re.match(r"\[?\s*[A-Za-z_][\w.]*\(", text[start : start + 200]):
-        return _read_python(text[start:stop].strip(), parameters), stop
+        return _read_code(body)
     return _read_json(text, start)
 
 
@@ -399,8 +394,7 @@ def _read_tagged(body: str, tags: _Tags, parameters: Parameters) -> ToolCall | B
     position = rest.find(">") + 1 if tags is not FUNCTION_TAGS else 0
     position = _skip_space(rest, position)
     if rest.startswith("{", position):
-        calls, end = _read_arguments(name, rest, position)
-        return BadCall("there is text after its arguments") if rest[end:].strip() else calls[0]
+        return _read_all_arguments(name, rest, position)
     while position < len(rest):
         key_end = rest.find(tags.name_end, position + len(tags.parameter))
         begin = rest.find(">", key_end) + 1
@@ -426,16 +420,14 @@ def _read_tagged(body: str, tags: _Tags, parameters: Parameters) -> ToolCall | B
     return ToolCall(name, arguments)
 
 
-def _reader_of(tags: _Tags) -> Callable[[str, int, str | None, Parameters], tuple[Calls, int]]:
+def _reader_of(tags: _Tags) -> Callable[[Body], tuple[Calls, int]]:
     """Return the reader of a body that begins behind the opening tag of a call."""
 
-    def read(
-        text: str, start: int, closing: str | None, parameters: Parameters
-    ) -> tuple[Calls, int]:
-        stop = text.find(tags.function_end, start)
+    def read(body: Body) -> tuple[Calls, int]:
+        stop = body.text.find(tags.function_end, body.start)
         if stop < 0:
-            return [BadCall(f"it does not end with {closing}")], len(text)
-        return [_read_tagged(text[start:stop], tags, parameters)], stop
+            return [BadCall(f"it does not end with {body.closing}")], len(body.text)
+        return [_read_tagged(body.text[body.start : stop], tags, body.parameters)], stop
 
     return read
 
@@ -659,11 +651,9 @@ def _gemma4_word(text: str, position: int) -> tuple[Any, int]:
 # --- other marks ---
 
 
-def _read_mistral(
-    text: str, start: int, closing: str | None, parameters: Parameters
-) -> tuple[Calls, int]:
+def _read_mistral(body: Body) -> tuple[Calls, int]:
     """Return the calls after [TOOL_CALLS], and where they end: a list, or name[ARGS]{...}."""
-    del closing, parameters
+    text, start, *_ = body
     following = text.find("[TOOL_CALLS]", start)
     arguments = text.find("[ARGS]", start, None if following < 0 else following)
     bare = re.compile(r"([\w.\-]{1,200})\s*(?=\{)").match(text, start)
@@ -683,12 +673,10 @@ def _read_mistral(
     return calls, stop
 
 
-def _read_named(
-    text: str, start: int, closing: str | None, parameters: Parameters
-) -> tuple[Calls, int]:
+def _read_named(body: Body) -> tuple[Calls, int]:
     """Return the call of DeepSeek or Kimi, and where it ends: name, mark, arguments."""
-    del parameters
-    stop = _close(text, start, closing)
+    text, start, *_ = body
+    stop = body.stop
     mark = re.compile(r"<｜tool▁sep｜>|<\|tool_call_argument_begin\|>").search(text, start, stop)
     if mark is None:
         return [BadCall("no arguments follow its name")], stop
@@ -708,23 +696,18 @@ def _read_named(
     return calls, after + 3 if text.startswith("```", after) else end
 
 
-def _read_code(
-    text: str, start: int, closing: str | None, parameters: Parameters
-) -> tuple[Calls, int]:
+def _read_code(body: Body) -> tuple[Calls, int]:
     """Return the calls of a piece of Python, and where it ends."""
-    stop = _close(text, start, closing)
-    return _read_python(text[start:stop].strip(), parameters), stop
+    return _read_python(body.text[body.start : body.stop].strip(), body.parameters), body.stop
 
 
-def _read_tool_line(
-    text: str, start: int, closing: str | None, parameters: Parameters
-) -> tuple[Calls, int]:
+def _read_tool_line(body: Body) -> tuple[Calls, int]:
     """Return the call of the plain protocol, and where it ends."""
-    assert closing is not None
-    stop = text.find(closing, start)
+    assert body.closing is not None
+    stop = body.text.find(body.closing, body.start)
     if stop < 0:
-        return [BadCall(f"it does not end with {closing}")], len(text)
-    return [_read_plain(text[start:stop].strip(), parameters)], stop
+        return [BadCall(f"it does not end with {body.closing}")], len(body.text)
+    return [_read_plain(body.text[body.start : stop].strip(), body.parameters)], stop
 
 
 def _read_plain(text: str, parameters: Parameters) -> ToolCall | BadCall:
@@ -778,9 +761,9 @@ def _read_llama(text: str, row: Format, parameters: Parameters, in_thought: bool
     calls: Calls = []
     position = 0
     while position < len(body):
-        found, end = _read_json(body, position)
-        calls += found
-        if isinstance(found[-1], BadCall):
+        of_json, end = _read_json(body, position)
+        calls += of_json
+        if isinstance(of_json[-1], BadCall):
             break
         separator = re.compile(r"[ \n;,]*").match(body, end)
         assert separator is not None
@@ -800,10 +783,7 @@ def _read_glm4(text: str, row: Format, parameters: Parameters, in_thought: bool)
             content.append(piece)
             continue
         rest = rest.strip().removesuffix("<|observation|>").rstrip()
-        found, end = _read_arguments(name.strip(), rest, 0)
-        if isinstance(found[0], ToolCall) and rest[end:].strip():
-            found = [BadCall("there is text after its arguments")]
-        calls += found
+        calls.append(_read_all_arguments(name.strip(), rest, 0))
     return ParsedTurn("".join(content).strip(), calls)
 
 
@@ -826,10 +806,7 @@ def _read_harmony(text: str, row: Format, parameters: Parameters, in_thought: bo
             texts.append(body)
         else:
             name = recipient[1].removeprefix("functions.")
-            found, end = _read_arguments(name, body, _skip_space(body, 0))
-            if isinstance(found[0], ToolCall) and body[end:].strip():
-                found = [BadCall("there is text after its arguments")]
-            calls += found
+            calls.append(_read_all_arguments(name, body, _skip_space(body, 0)))
     # Its template writes the content of a turn with calls as a thought, and refuses marks in it.
     said = [*thoughts, *texts] if calls or not any(map(str.strip, texts)) else texts
     return ParsedTurn("\n".join(filter(None, map(str.strip, said))), calls)
@@ -879,6 +856,13 @@ def _read_arguments(name: str, text: str, start: int) -> tuple[Calls, int]:
     except (ValueError, RecursionError) as error:
         return [BadCall(f"its arguments are no JSON: {_message(error)}")], start
     return [_as_call({"name": name, "arguments": value})], end
+
+
+def _read_all_arguments(name: str, text: str, start: int) -> ToolCall | BadCall:
+    """Return the call of a tool whose arguments are all that follows a place."""
+    (call,), end = _read_arguments(name, text, start)
+    is_followed = isinstance(call, ToolCall) and bool(text[end:].strip())
+    return BadCall("there is text after its arguments") if is_followed else call
 
 
 def _message(error: Exception) -> str:
@@ -956,30 +940,24 @@ def _read_python_call(call: ast.Call, parameters: Parameters) -> ToolCall | BadC
     names = list(parameters.get(name, {}))
     if len(call.args) > len(names) or any(keyword.arg is None for keyword in call.keywords):
         return BadCall(f"{name} has {len(names)} parameters")
-    given = dict(zip(names, call.args, strict=False))
-    given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
+    arguments = dict(zip(names, call.args, strict=False))
+    arguments |= {str(keyword.arg): keyword.value for keyword in call.keywords}
     try:
-        return ToolCall(name, {key: literal(value) for key, value in given.items()})
+        return ToolCall(name, {key: literal(value) for key, value in arguments.items()})
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return BadCall("its arguments are no plain values")
 
 
+class _Values(ast.NodeTransformer):
+    """Puts values in the place of words of JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+
+
 def literal(node: ast.expr) -> Any:
     """Return the value of an expression, of which words of JSON may be parts."""
-    for part in ast.walk(node):
-        for field, value in ast.iter_fields(part):
-            if isinstance(value, ast.Name) and value.id in _WORDS:
-                setattr(part, field, ast.Constant(_WORDS[value.id]))
-            elif isinstance(value, list):
-                value[:] = [
-                    ast.Constant(_WORDS[item.id])
-                    if isinstance(item, ast.Name) and item.id in _WORDS
-                    else item
-                    for item in value
-                ]
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    value = ast.literal_eval(node)
+    value = ast.literal_eval(_Values().visit(node))
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -1000,8 +978,8 @@ class Format(NamedTuple):
     """Beginnings of a call. A template or prompt with one of them uses the format."""
     closing: str | None = None
     """Ends of a call."""
-    read_body: Callable[[str, int, str | None, Parameters], tuple[Calls, int]] = _read_any
-    """(text, start, closing, parameters) -> the calls of a block, and where the last one ends."""
+    read_body: Callable[[Body], tuple[Calls, int]] = _read_any
+    """Returns the calls of a block, and where the last one ends."""
     read: Callable[[str, Format, Parameters, bool], ParsedTurn] = _read_blocks
     """(text, the row, parameters, whether it begins in a thought) -> the turn."""
     template_marks: tuple[str, ...] = ()
@@ -1010,6 +988,10 @@ class Format(NamedTuple):
     """Further texts by which a prompt that shows tools is known to use the format."""
     brackets: tuple[str, ...] = ()
     """Marks around all calls of a turn, which are no content."""
+
+    def is_in(self, text: str, marks: tuple[str, ...]) -> bool:
+        """Return True if a text has a beginning of a call, or one of some further marks."""
+        return any(mark in text for mark in (*self.openings, *marks))
 
 
 FORMATS: dict[str, Format] = {

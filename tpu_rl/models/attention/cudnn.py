@@ -2,7 +2,7 @@
 
 It computes packed rows and prefills of prompts. On CPUs, tests compare its operands with those of
 `layers.dense_attention` and lower it for CUDA. A run first tries it on its own devices (see
-`cudnn_trial`). Letters in array shapes are those of `layers`.
+`gpu_trials`). Letters in array shapes are those of `layers`.
 """
 
 from __future__ import annotations

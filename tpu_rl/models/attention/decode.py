@@ -17,6 +17,7 @@ Letters in array shapes are those of `layers`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -224,7 +225,6 @@ def decode_attention(
     cache must be sharded by the rules of the mesh.
     """
     leaves = [stack[name] for name in LEAVES if name in stack]
-    mesh = jax.sharding.get_abstract_mesh()
     num_heads = query.shape[2]
     kv_heads = leaves[0].shape[2] if kv_heads is None else kv_heads
     is_paired = leaves[0].shape[4] == 2 * query.shape[3]
@@ -261,8 +261,25 @@ def decode_attention(
         return attended.reshape(query.shape)
 
     operands: tuple[Any, ...] = (query, sinks, jnp.asarray(layer, jnp.int32), *seen, *leaves)
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return on_device(0, *operands)
+    return _on_devices(mesh, on_device, leaves, group, *operands)
+
+
+def _on_devices(
+    mesh: Any,
+    on_device: Callable[..., Array],
+    leaves: list[Array],
+    group: int,
+    query: Array,
+    sinks: Array | None,
+    *operands: Any,
+) -> Array:
+    """Return the attention of `decode_attention`, where each device computes its rows and heads.
+
+    `group` query heads read one KV head.
+    """
     query_spec = sharding.spec(("slots", None, "heads", None), query.shape, mesh)
     leaf_specs = [sharding.spec(LEAF_AXES[: leaf.ndim], leaf.shape, mesh) for leaf in leaves]
     row_spec = PartitionSpec(query_spec[0])
@@ -277,18 +294,11 @@ def decode_attention(
             first_head = jax.lax.axis_index(head_axes) * query.shape[2] // group
         return on_device(first_head, query, *rest)
 
+    of_seen = (row_spec, row_spec, row_spec)
     mapped = jax.shard_map(
         on_shard,
-        in_specs=(
-            query_spec,
-            sink_spec,
-            PartitionSpec(),
-            row_spec,
-            row_spec,
-            row_spec,
-            *leaf_specs,
-        ),
+        in_specs=(query_spec, sink_spec, PartitionSpec(), *of_seen, *leaf_specs),
         out_specs=query_spec,
         check_vma=False,
     )
-    return mapped(*operands)
+    return mapped(query, sinks, *operands)

@@ -249,6 +249,256 @@ class _SumsRef(NamedTuple):
         self.weighted[index] = sums.weighted
 
 
+class _Part(NamedTuple):
+    """A part of the rows, as a step of the kernel's grid sees it, and the list of its visits.
+
+    The visits form one list: first the blocks of each group (entries below `rows` are positions of
+    groups), then the blocks of each row (entry - rows is the row). Methods take `groups` where a
+    visit may be of a group, and None where it is of a row: most visits are, and need fewer numbers
+    then.
+    """
+
+    visits: Visits
+    config: DecodeConfig
+    first: Any
+    end: Any
+    """[B] int32, in scalar memory: a row sees the tokens [first, end)."""
+    groups: Groups | None
+    query: Any
+    """[rows, K, G, E]."""
+    sinks: Any
+    """[K, G, LANES], all lanes alike, or None."""
+    leaves: list[Any]
+    """The leaves of the cache, in main memory: two, or with int8 four."""
+    buffers: list[Any]
+    """Blocks of each leaf, in vector memory."""
+    semaphores: Any
+    base: Array
+    """The part has the rows [base, base + rows)."""
+    layer: Array
+    first_head: Array
+    group_visits: Any = 0
+    """Visits of groups, before those of rows."""
+    num_visits: Any = 0
+
+    @property
+    def heads(self) -> range:
+        return range(self.visits.kv_heads)
+
+    # The entries of the list.
+
+    def row_of(self, visit: _Visit) -> Array:
+        """Return the number of a row in its part."""
+        return jnp.clip(visit.entry - self.visits.rows, 0, self.visits.rows - 1)
+
+    def position_of(self, visit: _Visit) -> Array:
+        return self.base + jnp.minimum(visit.entry, self.visits.rows - 1)
+
+    def is_of_group(self, visit: _Visit) -> Array:
+        return visit.entry < self.visits.rows
+
+    def row_blocks(self, row: Array) -> tuple[Array, Array]:
+        """Return the first and the last block that a row visits alone."""
+        row = self.base + jnp.minimum(row, self.visits.rows - 1)
+        first_block, last_block = block_range(self.visits, self.first[row], self.end[row])
+        if self.groups is None:
+            return first_block, last_block
+        return jnp.maximum(first_block, self.groups.shared[row]), last_block
+
+    def group_blocks(self, position: Array) -> Array:
+        """Return the blocks of a group, rounded up to whole iterations."""
+        assert self.groups is not None
+        unrolled = self.visits.group_unrolled
+        return jax.lax.div(self.groups.blocks[position] + unrolled - 1, unrolled) * unrolled
+
+    def counted(self) -> _Part:
+        """Return the part with the length of its list: the blocks of all groups and rows."""
+
+        def count(row: Array, visited: Array) -> Array:
+            first_block, last_block = self.row_blocks(row)
+            return visited + last_block - first_block + 1
+
+        def count_of_groups(position: Array, visited: Array) -> Array:
+            return visited + self.group_blocks(self.base + position)
+
+        rows = self.visits.rows
+        group_visits = jnp.int32(0)
+        if self.groups is not None:
+            group_visits = jax.lax.fori_loop(0, rows, count_of_groups, group_visits)
+        num_visits = jax.lax.fori_loop(0, rows, count, group_visits)
+        return self._replace(group_visits=group_visits, num_visits=num_visits)
+
+    def first_visit(self) -> _Visit:
+        entry = jnp.int32(self.visits.rows)
+        if self.groups is not None:
+            entry = jnp.where(self.groups.size[self.base] > 0, 0, entry)
+        first_block = self.row_blocks(jnp.int32(0))[0]
+        block = jnp.where(entry == 0, 0, first_block)
+        return _Visit(entry, block, jnp.int32(0), jnp.int32(0))
+
+    def following(self, visit: _Visit, groups: Groups | None) -> _Visit:
+        """Return the next block of the same entry, or the first block of the next entry.
+
+        Buffers are used in a ring.
+        """
+        visits = self.visits
+        _, last_block = self.row_blocks(self.row_of(visit))
+        next_entry = visit.entry + 1
+        if groups is not None:
+            position = self.position_of(visit)
+            after = visit.entry + groups.size[position]
+            is_end = groups.size[self.base + jnp.minimum(after, visits.rows - 1)] == 0
+            after = jnp.where(is_end | (after >= visits.rows), visits.rows, after)
+            is_group = self.is_of_group(visit)
+            last_block = jnp.where(is_group, self.group_blocks(position) - 1, last_block)
+            next_entry = jnp.where(is_group, after, next_entry)
+        is_last = visit.block == last_block
+        entry = jnp.where(is_last, next_entry, visit.entry)
+        next_first, _ = self.row_blocks(entry - visits.rows)
+        if groups is not None:
+            next_first = jnp.where(entry < visits.rows, 0, next_first)
+        return _Visit(
+            entry,
+            jnp.where(is_last, next_first, visit.block + 1),
+            visit.number + 1,
+            jnp.where(visit.buffer == visits.buffers - 1, 0, visit.buffer + 1),
+        )
+
+    def has_work(self, visit: _Visit, groups: Groups | None) -> Array:
+        is_visited = visit.number < self.num_visits
+        if groups is None:
+            return is_visited
+        is_padding = visit.block >= groups.blocks[self.position_of(visit)]
+        return is_visited & ~(self.is_of_group(visit) & is_padding)
+
+    # Copies from main memory to the chip's vector memory.
+
+    def copies(self, visit: _Visit, groups: Groups | None) -> list[Any]:
+        """Return the copies of a block of keys and values [K, block, E].
+
+        Only the tokens [start, start + size) that the row sees are copied. A group sees whole
+        blocks, in the cache of one of its members.
+        """
+        visits = self.visits
+        row = self.base + self.row_of(visit)
+        start, size = read_range(visits, self.first[row], self.end[row], visit.block)
+        if groups is not None:
+            is_group = self.is_of_group(visit)
+            member = self.base + groups.member[self.position_of(visit)]
+            row = jnp.where(is_group, member, row)
+            start = jnp.where(is_group, 0, start)
+            size = jnp.where(is_group, visits.block, size)
+        start = pl.multiple_of(start, visits.chunk)
+        size = pl.multiple_of(size, visits.chunk)
+        begin = jax.lax.rem(visit.block, visits.num_blocks) * visits.block
+        source = pl.ds(pl.multiple_of(begin + start, visits.chunk), size)
+        target = pl.ds(start, size)
+        read = pl.ds(self.first_head, visits.kv_heads)
+        # In the leaves of scales, heads lie along sublanes, which are copied as a whole.
+        all_heads = slice(None)
+        return [
+            pltpu.make_async_copy(
+                leaf.at[self.layer, row, read if len(leaf.shape) == 5 else all_heads, source],
+                room.at[visit.buffer, :, target],
+                self.semaphores.at[number, visit.buffer],
+            )
+            for number, (leaf, room) in enumerate(zip(self.leaves, self.buffers, strict=True))
+        ]
+
+    def start_copies(self, visit: _Visit, groups: Groups | None) -> None:
+        @pl.when(self.has_work(visit, groups))
+        def _():
+            for copy in self.copies(visit, groups):
+                copy.start()
+
+    def wait_for_copies(self, visit: _Visit, groups: Groups | None) -> None:
+        @pl.when(self.has_work(visit, groups))
+        def _():
+            for copy in self.copies(visit, groups):
+                copy.wait()
+
+    def load(self, loading: _Visit, num_visits: int, groups: Groups | None) -> _Visit:
+        """Start the copies of some visits from `loading` on, and return the visit after them."""
+        for _ in range(num_visits):
+            self.start_copies(loading, groups)
+            loading = self.following(loading, groups)
+        return loading
+
+    # Sums of one head.
+
+    def scale_of(self, number: int, buffer: Array, head: int) -> Array:
+        """Return the scales [1, block] of one head."""
+        return self.buffers[number][buffer, pl.ds(self.first_head + head, 1), :]
+
+    def visible_tokens(self, visit: _Visit) -> Array:
+        """Return [1, block] bool: what the row of a visit sees."""
+        block = self.visits.block
+        row = self.base + self.row_of(visit)
+        tokens = visit.block * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        row_end = jnp.where(visit.number < self.num_visits, self.end[row], 0)
+        return (tokens >= self.first[row]) & (tokens < row_end)
+
+    def empty_sums(self) -> _Sums:
+        group, head_dim = self.query.shape[2:]
+        column = jnp.full((group, 1), MASKED, jnp.float32)
+        return _Sums(column, jnp.zeros_like(column), jnp.zeros((group, head_dim), jnp.float32))
+
+    def first_sums(self, head: int, empty: _Sums) -> _Sums:
+        if self.sinks is None:
+            return empty
+        # The sink is a key before all others, whose weight is exp(0) and whose value is zero.
+        return _Sums(self.sinks[head][:, :1], jnp.ones_like(empty.maximum), empty.weighted)
+
+    def visit_sums(self, vectors: Array, buffer: Array, head: int, visible: Array | None) -> _Sums:
+        """Return the sums of queries [n, E] over the keys of one visit: all or the visible."""
+        config = self.config
+        is_int8 = len(self.leaves) == 4
+
+        def mask(values: Array, masked: float) -> Array:
+            return values if visible is None else jnp.where(visible, values, masked)
+
+        # s = q k^T scale, m = max s, p = exp(s - m), l = sum p, o = p v. Scales of int8 keys
+        # multiply s, and those of values multiply p.
+        key = self.buffers[0][buffer, head].astype(vectors.dtype)
+        value = self.buffers[1][buffer, head].astype(vectors.dtype)
+        scores = dot(vectors, key, A_BT) * config.scale
+        if is_int8:
+            scores = scores * self.scale_of(2, buffer, head)
+        if config.softcap is not None:
+            scores = config.softcap * jnp.tanh(scores / config.softcap)
+        scores = mask(scores, MASKED)
+        maximum = scores.max(1, keepdims=True)
+        weights = mask(jnp.exp(scores - maximum), 0.0)
+        total = weights.sum(1, keepdims=True)
+        if is_int8:
+            weights = mask(weights * self.scale_of(3, buffer, head), 0.0)
+        return _Sums(maximum, total, dot(weights.astype(value.dtype), value, A_B))
+
+    def group_visit_sums(self, vectors: Array, visit: _Visit, head: int, groups: Groups) -> _Sums:
+        """Return the sums of queries [n, E] over a block of a group, nothing for padding to whole
+        iterations: m = MASKED, l = o = 0."""
+        sums = self.visit_sums(vectors, visit.buffer, head, None)
+        is_real = self.has_work(visit, groups)
+        return _Sums(
+            jnp.where(is_real, sums.maximum, MASKED),
+            jnp.where(is_real, sums.total, 0.0),
+            jnp.where(is_real, sums.weighted, 0.0),
+        )
+
+
+def _add(sums: _Sums, visit: _Sums) -> _Sums:
+    """Return the sums of both: m' = max(m1, m2); l' = e^(m1 - m') l1 + e^(m2 - m') l2, and o' in
+    the same way."""
+    maximum = jnp.maximum(sums.maximum, visit.maximum)
+    keep = jnp.exp(sums.maximum - maximum)
+    factor = jnp.exp(visit.maximum - maximum)
+    return _Sums(
+        maximum,
+        keep * sums.total + factor * visit.total,
+        keep * sums.weighted + factor * visit.weighted,
+    )
+
+
 def _kernel(
     visits: Visits,
     config: DecodeConfig,
@@ -278,331 +528,176 @@ def _kernel(
     semaphores, *rest = rest[2 * num_leaves + 1 :]
     # A grid step computes one part: the rows [base, base + rows), for K heads of one layer.
     base = pl.program_id(0) * visits.rows
-    layer = place[0]
-    first_head = place[1]
-    heads = range(visits.kv_heads)
-    group, head_dim = query.shape[2:]
-
-    # The visits form one list: first the blocks of each group (entries below `rows` are positions
-    # of groups), then the blocks of each row (entry - rows is the row).
-
-    def row_of(visit: _Visit) -> Array:
-        """Return the number of a row in its part."""
-        return jnp.clip(visit.entry - visits.rows, 0, visits.rows - 1)
-
-    def position_of(visit: _Visit) -> Array:
-        return base + jnp.minimum(visit.entry, visits.rows - 1)
-
-    def is_of_group(visit: _Visit) -> Array:
-        return visit.entry < visits.rows
-
-    def row_blocks(row: Array) -> tuple[Array, Array]:
-        """Return the first and the last block that a row visits alone."""
-        row = base + jnp.minimum(row, visits.rows - 1)
-        first_block, last_block = block_range(visits, first[row], end[row])
-        if groups is None:
-            return first_block, last_block
-        return jnp.maximum(first_block, groups.shared[row]), last_block
-
-    def group_blocks(position: Array) -> Array:
-        """Return the blocks of a group, rounded up to whole iterations."""
-        assert groups is not None
-        padded = groups.blocks[position] + visits.group_unrolled - 1
-        return jax.lax.div(padded, visits.group_unrolled) * visits.group_unrolled
-
-    def count(row: Array, visited: Array) -> Array:
-        first_block, last_block = row_blocks(row)
-        return visited + last_block - first_block + 1
-
-    def count_of_groups(position: Array, visited: Array) -> Array:
-        return visited + group_blocks(base + position)
-
-    # The length of the list: the sum over groups and rows of their blocks.
-    no_visits = jnp.int32(0)
-    group_visits = no_visits
-    if groups is not None:
-        group_visits = jax.lax.fori_loop(0, visits.rows, count_of_groups, no_visits)
-    num_visits = jax.lax.fori_loop(0, visits.rows, count, group_visits)
-
-    # The functions of visits below take `groups` where a visit may be of a group, and None where it
-    # is of a row: most visits are, and need fewer numbers then.
-
-    def following(visit: _Visit, groups: Groups | None) -> _Visit:
-        # The next block of the same entry, or after its last one the first block of the next entry.
-        # Buffers are used in a ring.
-        _, last_block = row_blocks(row_of(visit))
-        next_entry = visit.entry + 1
-        if groups is not None:
-            position = position_of(visit)
-            after = visit.entry + groups.size[position]
-            is_end = groups.size[base + jnp.minimum(after, visits.rows - 1)] == 0
-            after = jnp.where(is_end | (after >= visits.rows), visits.rows, after)
-            is_group = is_of_group(visit)
-            last_block = jnp.where(is_group, group_blocks(position) - 1, last_block)
-            next_entry = jnp.where(is_group, after, next_entry)
-        is_last = visit.block == last_block
-        entry = jnp.where(is_last, next_entry, visit.entry)
-        next_first, _ = row_blocks(entry - visits.rows)
-        if groups is not None:
-            next_first = jnp.where(entry < visits.rows, 0, next_first)
-        return _Visit(
-            entry,
-            jnp.where(is_last, next_first, visit.block + 1),
-            visit.number + 1,
-            jnp.where(visit.buffer == visits.buffers - 1, 0, visit.buffer + 1),
-        )
-
-    def has_work(visit: _Visit, groups: Groups | None) -> Array:
-        is_visited = visit.number < num_visits
-        if groups is None:
-            return is_visited
-        is_padding = visit.block >= groups.blocks[position_of(visit)]
-        return is_visited & ~(is_of_group(visit) & is_padding)
-
-    def copies(visit: _Visit, groups: Groups | None) -> list[Any]:
-        # Of a block of keys and values [K, block, E], only the tokens [start, start + size) that
-        # the row sees are copied. A group sees whole blocks, in the cache of one of its members.
-        row = base + row_of(visit)
-        start, size = read_range(visits, first[row], end[row], visit.block)
-        if groups is not None:
-            is_group = is_of_group(visit)
-            row = jnp.where(is_group, base + groups.member[position_of(visit)], row)
-            start = jnp.where(is_group, 0, start)
-            size = jnp.where(is_group, visits.block, size)
-        start = pl.multiple_of(start, visits.chunk)
-        size = pl.multiple_of(size, visits.chunk)
-        begin = jax.lax.rem(visit.block, visits.num_blocks) * visits.block
-        source = pl.ds(pl.multiple_of(begin + start, visits.chunk), size)
-        target = pl.ds(start, size)
-        read = pl.ds(first_head, visits.kv_heads)
-        # In the leaves of scales, heads lie along sublanes, which are copied as a whole.
-        all_heads = slice(None)
-        return [
-            pltpu.make_async_copy(
-                leaf.at[layer, row, read if len(leaf.shape) == 5 else all_heads, source],
-                room.at[visit.buffer, :, target],
-                semaphores.at[number, visit.buffer],
-            )
-            for number, (leaf, room) in enumerate(zip(leaves, buffers, strict=True))
-        ]
-
-    def start_copies(visit: _Visit, groups: Groups | None) -> None:
-        @pl.when(has_work(visit, groups))
-        def _():
-            for copy in copies(visit, groups):
-                copy.start()
-
-    def wait_for_copies(visit: _Visit, groups: Groups | None) -> None:
-        @pl.when(has_work(visit, groups))
-        def _():
-            for copy in copies(visit, groups):
-                copy.wait()
-
-    def scale_of(number: int, buffer: Array, head: int) -> Array:
-        """Return the scales [1, block] of one head."""
-        return buffers[number][buffer, pl.ds(first_head + head, 1), :]
-
-    def visible_tokens(visit: _Visit) -> Array:
-        """Return [1, block] bool: what the row of a visit sees."""
-        row = base + row_of(visit)
-        tokens = visit.block * visits.block + jax.lax.broadcasted_iota(
-            jnp.int32, (1, visits.block), 1
-        )
-        row_end = jnp.where(visit.number < num_visits, end[row], 0)
-        return (tokens >= first[row]) & (tokens < row_end)
-
-    def visit_sums(vectors: Array, buffer: Array, head: int, visible: Array | None) -> _Sums:
-        """Return the sums of queries [n, E] over the keys of one visit: all or the visible."""
-
-        def mask(values: Array, masked: float) -> Array:
-            return values if visible is None else jnp.where(visible, values, masked)
-
-        # s = q k^T scale, m = max s, p = exp(s - m), l = sum p, o = p v. Scales of int8 keys
-        # multiply s, and those of values multiply p.
-        key = buffers[0][buffer, head].astype(vectors.dtype)
-        value = buffers[1][buffer, head].astype(vectors.dtype)
-        scores = dot(vectors, key, A_BT) * config.scale
-        if is_int8:
-            scores = scores * scale_of(2, buffer, head)
-        if config.softcap is not None:
-            scores = config.softcap * jnp.tanh(scores / config.softcap)
-        scores = mask(scores, MASKED)
-        maximum = scores.max(1, keepdims=True)
-        weights = mask(jnp.exp(scores - maximum), 0.0)
-        total = weights.sum(1, keepdims=True)
-        if is_int8:
-            weights = mask(weights * scale_of(3, buffer, head), 0.0)
-        return _Sums(maximum, total, dot(weights.astype(value.dtype), value, A_B))
-
-    def add(sums: _Sums, visit: _Sums) -> _Sums:
-        # m' = max(m1, m2); l' = e^(m1 - m') l1 + e^(m2 - m') l2, and o' in the same way.
-        maximum = jnp.maximum(sums.maximum, visit.maximum)
-        keep = jnp.exp(sums.maximum - maximum)
-        factor = jnp.exp(visit.maximum - maximum)
-        return _Sums(
-            maximum,
-            keep * sums.total + factor * visit.total,
-            keep * sums.weighted + factor * visit.weighted,
-        )
-
-    column = jnp.full((group, 1), MASKED, jnp.float32)
-    empty = _Sums(column, jnp.zeros_like(column), jnp.zeros((group, head_dim), jnp.float32))
-
-    def first_sums(head: int) -> _Sums:
-        if sinks is None:
-            return empty
-        # The sink is a key before all others, whose weight is exp(0) and whose value is zero.
-        return _Sums(sinks[head][:, :1], jnp.ones_like(column), empty.weighted)
-
+    part = _Part(
+        visits,
+        config,
+        first,
+        end,
+        groups,
+        query,
+        sinks,
+        leaves,
+        buffers,
+        semaphores,
+        base,
+        layer=place[0],
+        first_head=place[1],
+    ).counted()
+    empty = part.empty_sums()
     if not is_int8:
         # Of a block that is read in part, the rest is whatever was in memory, which may be NaN.
         buffers[1][...] = jnp.zeros_like(buffers[1])
 
     # Start the copies of the first visits. From here on, `loading` runs ahead of `visit` by as many
     # visits as there are spare buffers, so that copies and products overlap.
-    first_entry = jnp.int32(visits.rows)
-    if groups is not None:
-        first_entry = jnp.where(groups.size[base] > 0, 0, first_entry)
-    first_block = row_blocks(jnp.int32(0))[0]
-    first_visit = _Visit(
-        first_entry,
-        jnp.where(first_entry == 0, 0, first_block),
-        jnp.int32(0),
-        jnp.int32(0),
-    )
+    visit = part.first_visit()
 
     def begin(_: Array, visit: _Visit) -> _Visit:
-        start_copies(visit, groups)
-        return following(visit, groups)
+        return part.load(visit, 1, groups)
 
-    ahead = visits.buffers - visits.unrolled
-    loading = jax.lax.fori_loop(0, ahead, begin, first_visit)
-
-    def load(loading: _Visit, num_visits: int, groups: Groups | None) -> _Visit:
-        for _ in range(num_visits):
-            start_copies(loading, groups)
-            loading = following(loading, groups)
-        return loading
-
-    visit = first_visit
+    loading = jax.lax.fori_loop(0, visits.buffers - visits.unrolled, begin, visit)
     row_sums = None
     if groups is not None:
-        # First pass: the blocks that groups share. Queries of MEMBERS members, [MEMBERS G, E], are
-        # multiplied with a block at once, and each row's (m, l, o) is kept for the second pass.
-        # Names that are never None, for the functions below.
-        all_groups = groups
-        alone_sums = _SumsRef(*rest[:2])
-        row_sums = alone_sums
-        queries, *rest = rest[2:]
-        group_sums = _SumsRef(*rest)
+        alone = _SumsRef(*rest[:2])
 
         def begin_row(row: Array, _: None) -> None:
-            for head in heads:
-                alone_sums.write(first_sums(head), row, head)
+            for head in part.heads:
+                alone.write(part.first_sums(head, empty), row, head)
 
         jax.lax.fori_loop(0, visits.rows, begin_row, None)
+        visit, loading = _visit_groups(part, groups, alone, rest[2:], visit, loading)
+        row_sums = alone
+    _visit_rows(part, empty, row_sums, result, visit, loading)
 
-        def of_members(visit: _Visit, do: Callable[[Array, Array, Any], None]) -> None:
-            """Call do(row, chunk of the group, place in the chunk) for each member."""
-            position = position_of(visit)
-            size = all_groups.size[position]
 
-            def of_chunk(chunk: Array, _: Any) -> None:
-                for i in range(MEMBERS):
+def _visit_groups(
+    part: _Part,
+    groups: Groups,
+    row_sums: _SumsRef,
+    rooms: list[Any],
+    visit: _Visit,
+    loading: _Visit,
+) -> tuple[_Visit, _Visit]:
+    """Visit the blocks that groups share, and keep the sums of each row in `row_sums`.
 
-                    @pl.when(chunk * MEMBERS + i < size)
-                    def _(i: int = i) -> None:
-                        row = all_groups.member[position + chunk * MEMBERS + i]
-                        do(row, chunk, slice(i * group, (i + 1) * group))
+    Queries of MEMBERS members, [MEMBERS G, E], are multiplied with a block at once. `rooms` are
+    for queries and sums of a group. Returns the visit after them, and the next one to load.
+    """
+    visits = part.visits
+    queries, *sums_rooms = rooms
+    group_sums = _SumsRef(*sums_rooms)
+    group = part.query.shape[2]
 
-            jax.lax.fori_loop(0, num_chunks(visit), of_chunk, None)
+    def num_chunks(visit: _Visit) -> Array:
+        return jax.lax.div(groups.size[part.position_of(visit)] + MEMBERS - 1, MEMBERS)
 
-        def num_chunks(visit: _Visit) -> Array:
-            return jax.lax.div(all_groups.size[position_of(visit)] + MEMBERS - 1, MEMBERS)
+    def of_members(visit: _Visit, do: Callable[[Array, Array, Any], None]) -> None:
+        """Call do(row, chunk of the group, place in the chunk) for each member."""
+        position = part.position_of(visit)
+        size = groups.size[position]
 
-        def take(row: Array, chunk: Array, lines: slice) -> None:
-            for head in heads:
-                queries[head, chunk, lines] = query[row, head].astype(jnp.float32)
-                group_sums.write(alone_sums.read(row, head), head, chunk, lines)
+        def of_chunk(chunk: Array, _: Any) -> None:
+            for i in range(MEMBERS):
 
-        def give(row: Array, chunk: Array, lines: slice) -> None:
-            for head in heads:
-                alone_sums.write(group_sums.read(head, chunk, lines), row, head)
+                @pl.when(chunk * MEMBERS + i < size)
+                def _(i: int = i) -> None:
+                    row = groups.member[position + chunk * MEMBERS + i]
+                    do(row, chunk, slice(i * group, (i + 1) * group))
 
-        def visit_groups(_: Array, carry: Any) -> Any:
-            # At a group's first block, take the members' queries and sums; at its last block, give
-            # the sums back.
-            visit, loading = carry
-            loading = load(loading, visits.group_unrolled, groups)
-            begun = visit
+        jax.lax.fori_loop(0, num_chunks(visit), of_chunk, None)
 
-            @pl.when(begun.block == 0)
-            def _() -> None:
-                of_members(begun, take)
+    def take(row: Array, chunk: Array, lines: slice) -> None:
+        for head in part.heads:
+            queries[head, chunk, lines] = part.query[row, head].astype(jnp.float32)
+            group_sums.write(row_sums.read(row, head), head, chunk, lines)
 
-            parts = []
-            for _i in range(visits.group_unrolled):
-                wait_for_copies(visit, groups)
-                parts.append(visit)
-                visit = following(visit, groups)
+    def give(row: Array, chunk: Array, lines: slice) -> None:
+        for head in part.heads:
+            row_sums.write(group_sums.read(head, chunk, lines), row, head)
 
-            def add_chunk(chunk: Array, _: Any) -> None:
-                for head in heads:
-                    vectors = queries[head, chunk].astype(query.dtype)
-                    sums = group_sums.read(head, chunk)
-                    for part in parts:
-                        new = visit_sums(vectors, part.buffer, head, None)
-                        # Padding to whole iterations adds nothing: m = MASKED, l = o = 0.
-                        is_real = has_work(part, groups)
-                        new = _Sums(
-                            jnp.where(is_real, new.maximum, MASKED),
-                            jnp.where(is_real, new.total, 0.0),
-                            jnp.where(is_real, new.weighted, 0.0),
-                        )
-                        sums = add(sums, new)
-                    group_sums.write(sums, head, chunk)
+    def iterate(_: Array, carry: Any) -> Any:
+        # At a group's first block, take the members' queries and sums; at its last block, give the
+        # sums back.
+        visit, loading = carry
+        loading = part.load(loading, visits.group_unrolled, groups)
+        begun = visit
 
-            jax.lax.fori_loop(0, num_chunks(begun), add_chunk, None)
+        @pl.when(begun.block == 0)
+        def _() -> None:
+            of_members(begun, take)
 
-            @pl.when(parts[-1].block == group_blocks(position_of(begun)) - 1)
-            def _() -> None:
-                of_members(begun, give)
+        visited = []
+        for _i in range(visits.group_unrolled):
+            part.wait_for_copies(visit, groups)
+            visited.append(visit)
+            visit = part.following(visit, groups)
 
-            return visit, loading
+        def add_chunk(chunk: Array, _: Any) -> None:
+            for head in part.heads:
+                vectors = queries[head, chunk].astype(part.query.dtype)
+                sums = group_sums.read(head, chunk)
+                for one in visited:
+                    sums = _add(sums, part.group_visit_sums(vectors, one, head, groups))
+                group_sums.write(sums, head, chunk)
 
-        iterations = jax.lax.div(group_visits, visits.group_unrolled)
-        visit, loading = jax.lax.fori_loop(0, iterations, visit_groups, (visit, loading))
+        jax.lax.fori_loop(0, num_chunks(begun), add_chunk, None)
 
-    # Second pass: the blocks that each row visits alone, `unrolled` visits per iteration, whose
-    # products do not wait for one another. A row begins with its sums of the first pass.
+        @pl.when(visited[-1].block == part.group_blocks(part.position_of(begun)) - 1)
+        def _() -> None:
+            of_members(begun, give)
+
+        return visit, loading
+
+    iterations = jax.lax.div(part.group_visits, visits.group_unrolled)
+    return jax.lax.fori_loop(0, iterations, iterate, (visit, loading))
+
+
+def _visit_rows(
+    part: _Part,
+    empty: _Sums,
+    row_sums: _SumsRef | None,
+    result: Any,
+    visit: _Visit,
+    loading: _Visit,
+) -> None:
+    """Visit the blocks that each row visits alone, `unrolled` visits per iteration, whose products
+    do not wait for one another. A row begins with `row_sums`, if there are any."""
+    visits = part.visits
 
     def iterate(_: Array, carry: Any) -> Any:
         visit, loading, sums = carry
-        loading = load(loading, visits.unrolled, None)
+        loading = part.load(loading, visits.unrolled, None)
         computed = []
         for _i in range(visits.unrolled):
-            wait_for_copies(visit, None)
-            row = row_of(visit)
-            visible = visible_tokens(visit)
-            parts = [visit_sums(query[row, head], visit.buffer, head, visible) for head in heads]
-            computed.append((visit, parts))
-            visit = following(visit, None)
-        for visited, parts in computed:
-            row = row_of(visited)
-            is_first = visited.block == row_blocks(row)[0]
-            is_first &= visited.number < num_visits
-            for head in heads:
-                begun = first_sums(head) if row_sums is None else row_sums.read(row, head)
+            part.wait_for_copies(visit, None)
+            row = part.row_of(visit)
+            visible = part.visible_tokens(visit)
+            of_heads = [
+                part.visit_sums(part.query[row, head], visit.buffer, head, visible)
+                for head in part.heads
+            ]
+            computed.append((visit, of_heads))
+            visit = part.following(visit, None)
+        for visited, of_heads in computed:
+            row = part.row_of(visited)
+            is_first = visited.block == part.row_blocks(row)[0]
+            is_first &= visited.number < part.num_visits
+            for head in part.heads:
+                if row_sums is None:
+                    begun = part.first_sums(head, empty)
+                else:
+                    begun = row_sums.read(row, head)
                 before = jax.tree.map(functools.partial(jnp.where, is_first), begun, sums[head])
-                sums[head] = add(before, parts[head])
+                sums[head] = _add(before, of_heads[head])
             # Every visit writes what is known so far. Those beyond the last add nothing to it.
-            for head in heads:
+            for head in part.heads:
                 attended = sums[head].weighted / sums[head].total
                 result[row, head] = attended.astype(result.dtype)
         return visit, loading, sums
 
-    iterations = jax.lax.div(num_visits - group_visits + visits.unrolled - 1, visits.unrolled)
-    jax.lax.fori_loop(0, iterations, iterate, (visit, loading, [empty for _ in heads]))
+    count = part.num_visits - part.group_visits + visits.unrolled - 1
+    iterations = jax.lax.div(count, visits.unrolled)
+    jax.lax.fori_loop(0, iterations, iterate, (visit, loading, [empty for _ in part.heads]))
 
 
 def attention(
@@ -644,32 +739,6 @@ def attention(
     query_spec = pl.BlockSpec(
         (visits.rows, kv_heads, group, head_dim), lambda number, *_: (number, 0, 0, 0)
     )
-    rooms = [
-        pltpu.VMEM(
-            (
-                visits.buffers,
-                kv_heads if leaf.ndim == 5 else leaf.shape[2],
-                visits.block,
-                *leaf.shape[4:],
-            ),
-            leaf.dtype,
-        )
-        for leaf in leaves
-    ]
-    group_rooms = []
-    if groups is not None:
-        of_rows = (visits.rows, kv_heads, group)
-        of_group = (kv_heads, MAX_MEMBERS // MEMBERS, MEMBERS * group)
-        group_rooms = [
-            pltpu.VMEM((*lines, width), jnp.float32)
-            for lines, width in (
-                (of_rows, LANES),
-                (of_rows, head_dim),
-                (of_group, head_dim),
-                (of_group, LANES),
-                (of_group, head_dim),
-            )
-        ]
     scalars = (first, end, *(groups or ()))
     sink_lanes = []
     sink_specs = []
@@ -691,9 +760,9 @@ def attention(
             ],
             out_specs=query_spec,
             scratch_shapes=[
-                *rooms,
+                *_rooms(visits, leaves),
                 pltpu.SemaphoreType.DMA((len(leaves), visits.buffers)),
-                *group_rooms,
+                *([] if groups is None else _group_rooms(visits, group, head_dim)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -710,3 +779,33 @@ def attention(
     )
     place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
     return call(place, *scalars, query, *sink_lanes, *leaves)
+
+
+def _rooms(visits: Visits, leaves: list[Array]) -> list[Any]:
+    """Return the vector memory for blocks of each leaf."""
+    return [
+        pltpu.VMEM(
+            (
+                visits.buffers,
+                visits.kv_heads if leaf.ndim == 5 else leaf.shape[2],
+                visits.block,
+                *leaf.shape[4:],
+            ),
+            leaf.dtype,
+        )
+        for leaf in leaves
+    ]
+
+
+def _group_rooms(visits: Visits, group: int, head_dim: int) -> list[Any]:
+    """Return the vector memory for the sums of rows, and the queries and sums of one group."""
+    of_rows = (visits.rows, visits.kv_heads, group)
+    of_group = (visits.kv_heads, MAX_MEMBERS // MEMBERS, MEMBERS * group)
+    shapes = [
+        (*of_rows, LANES),
+        (*of_rows, head_dim),
+        (*of_group, head_dim),
+        (*of_group, LANES),
+        (*of_group, head_dim),
+    ]
+    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]

@@ -25,17 +25,13 @@ from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 from tpu_rl.models import lora, quantization
 from tpu_rl.models.config import (
-    BOUNDS,
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
     LORA_B,
-    NO_BOUND,
     QUANTIZED,
     STACKED,
-    TILE_TOKEN,
     DecoderConfig,
-    VisionConfig,
     WeightDtype,
 )
 from tpu_rl.models.decoder import decoder, param_shapes
@@ -45,7 +41,6 @@ from tpu_rl.models.hf import (
     peft,
     safetensors_files,
     stacked_experts,
-    vision_files,
 )
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
@@ -59,6 +54,8 @@ from tpu_rl.models.hf.weight_map import (
     weight_locations,
 )
 from tpu_rl.models.quantization import Quantized
+from tpu_rl.models.vision import towers
+from tpu_rl.models.vision.config import BOUNDS, NO_BOUND, TILE_TOKEN
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 
@@ -120,7 +117,7 @@ def from_config(
     size = decoder_config.vocab.size
     valid = min(_num_known_tokens(directory, size), size)
     vision = decoder_config.vision
-    if isinstance(vision, VisionConfig) and vision.has_tiles:
+    if vision is not None and vision.has_tiles:
         vision = replace(vision, tile_tokens=_tile_tokens(directory))
     vocab = replace(decoder_config.vocab, valid=valid)
     return decoder(replace(decoder_config, vocab=vocab, vision=vision))
@@ -252,12 +249,7 @@ def load(
     target_shapes = param_shapes(target.config)
     placements = _placements(target, target_shapes, mesh)
     shardings = _placements(model, shapes, mesh)
-    file_tensors = weight_locations(model)
-    parts_of_leaf: dict[tuple[str, ...], list[_StoredPart]] = {}
-    for name, file_tensor in file_tensors.items():
-        for location in file_tensor.locations:
-            part = _StoredPart(stored[name], location)
-            parts_of_leaf.setdefault(location.path, []).append(part)
+    parts_of_leaf = _parts_of_leaf(model, stored)
 
     def load_leaf(path, shape: jax.ShapeDtypeStruct, leaf_sharding: Sharding) -> Any:
         keys = tuple(key.key for key in path)
@@ -295,6 +287,18 @@ def load(
     params = quantization.with_scales(leaves)
     _require_finite(directory, stored, params)
     return target, params
+
+
+def _parts_of_leaf(
+    model: Model, stored: Mapping[str, StoredTensor | Mxfp4Tensor]
+) -> dict[tuple[str, ...], list[_StoredPart]]:
+    """Return path of a leaf -> the stored parts of its layers, and of their experts, in order."""
+    parts: dict[tuple[str, ...], list[_StoredPart]] = {}
+    for name, file_tensor in weight_locations(model).items():
+        for location in file_tensor.locations:
+            part = _StoredPart(stored[name], location)
+            parts.setdefault(location.path, []).append(part)
+    return parts
 
 
 def _placements(model: Model, shapes: Any, mesh: Mesh | None) -> Any:
@@ -390,7 +394,7 @@ def _model_tensors(
     for name, tensor in mxfp4.join(safetensors_files.find_tensors(directory)).items():
         plain_name = families.plain_name(name)
         if has_vision:
-            plain_name = plain_name or vision_files.plain_name(name)
+            plain_name = plain_name or towers.plain_name(name)
         if plain_name is not None:
             tensors[plain_name] = tensor
     return tensors
@@ -583,8 +587,7 @@ def _written_tensors(model: Model) -> dict[str, FileTensor]:
     if model.config.vision is None:
         return tensors
     return {
-        vision_files.written_name(model.config.vision, name): tensor
-        for name, tensor in tensors.items()
+        towers.written_name(model.config.vision, name): tensor for name, tensor in tensors.items()
     }
 
 

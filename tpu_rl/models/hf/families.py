@@ -23,7 +23,14 @@ from tpu_rl.models.config import (
     NormConfig,
     VocabConfig,
 )
-from tpu_rl.models.hf import moe_families, qwen_vision_files, rope_config, vision_files
+from tpu_rl.models.hf import moe_families, rope_config
+from tpu_rl.models.hf.checks import (
+    require_heads,
+    require_size,
+    require_supported,
+    require_values,
+)
+from tpu_rl.models.vision import qwen_files, square_files, towers
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
@@ -44,12 +51,10 @@ LAYER_NAMES = {
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
     "gated_query": "self_attn.q_proj.weight",
-    "delta_query": "linear_attn.in_proj_qkv.weight",
-    "delta_key": "linear_attn.in_proj_qkv.weight",
-    "delta_value": "linear_attn.in_proj_qkv.weight",
-    "delta_query_taps": "linear_attn.conv1d.weight",
-    "delta_key_taps": "linear_attn.conv1d.weight",
-    "delta_value_taps": "linear_attn.conv1d.weight",
+    **dict.fromkeys(("delta_query", "delta_key", "delta_value"), "linear_attn.in_proj_qkv.weight"),
+    **dict.fromkeys(
+        ("delta_query_taps", "delta_key_taps", "delta_value_taps"), "linear_attn.conv1d.weight"
+    ),
     "delta_gate": "linear_attn.in_proj_z.weight",
     "delta_rate": "linear_attn.in_proj_b.weight",
     "delta_decay": "linear_attn.in_proj_a.weight",
@@ -536,15 +541,6 @@ FAMILIES: dict[str, Family] = {
 }
 """`model_type` -> family."""
 
-LLAVA_TEXT_DEFAULTS = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32_000,
-}
-"""transformers' sizes of a Llama, for fields that the text_config of a LLaVA leaves out."""
-
 MULTIMODAL = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -554,48 +550,22 @@ MULTIMODAL = {
 }
 """`model_type` of a model with images -> that of the language model inside, which is read."""
 
-INTERNVL_TEXT_DEFAULTS = {
-    "hidden_size": 4096,
-    "intermediate_size": 22_016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 151_936,
-}
-"""transformers' sizes of a Qwen2, for fields that the text_config of an InternVL leaves out."""
 
-QWEN_VL_TEXT_DEFAULTS = {
-    "hidden_size": 8192,
-    "intermediate_size": 29_568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "vocab_size": 152_064,
-}
-QWEN3_VL_TEXT_DEFAULTS = {
-    "hidden_size": 4096,
-    "intermediate_size": 22_016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 151_936,
-}
-QWEN3_VL_MOE_TEXT_DEFAULTS = {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "vocab_size": 151_936,
-}
+def _text(model_type: str, *sizes: int) -> dict[str, Any]:
+    """Return transformers' defaults of a language model inside: the fields in `REQUIRED`."""
+    return {"model_type": model_type, **dict(zip(REQUIRED, sizes, strict=True))}
+
 
 VISION = {
-    **dict.fromkeys(
-        ("llava", "idefics3", "smolvlm"), {"model_type": "llama", **LLAVA_TEXT_DEFAULTS}
-    ),
-    "internvl": {"model_type": "qwen2", **INTERNVL_TEXT_DEFAULTS},
-    "qwen2_vl": {"model_type": "qwen2_vl_text", **QWEN_VL_TEXT_DEFAULTS},
-    "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", **QWEN_VL_TEXT_DEFAULTS},
-    "qwen3_vl": {"model_type": "qwen3_vl_text", **QWEN3_VL_TEXT_DEFAULTS},
-    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_text", **QWEN3_VL_MOE_TEXT_DEFAULTS},
+    **dict.fromkeys(("llava", "idefics3", "smolvlm"), _text("llama", 4096, 11_008, 32, 32, 32_000)),
+    "internvl": _text("qwen2", 4096, 22_016, 32, 32, 151_936),
+    "qwen2_vl": _text("qwen2_vl_text", 8192, 29_568, 80, 64, 152_064),
+    "qwen2_5_vl": _text("qwen2_5_vl_text", 8192, 29_568, 80, 64, 152_064),
+    "qwen3_vl": _text("qwen3_vl_text", 4096, 22_016, 32, 32, 151_936),
+    "qwen3_vl_moe": _text("qwen3_vl_moe_text", 2048, 5632, 24, 16, 151_936),
 }
-"""`model_type` of a model that always reads images -> defaults of the language model inside."""
+"""`model_type` of a model that always reads images -> defaults of the language model inside, for
+fields that its text_config leaves out."""
 
 OPTIONAL_VISION = ("gemma3", "gemma4")
 """Those of `MULTIMODAL` whose images can be read. Without images nothing of it is loaded."""
@@ -625,9 +595,8 @@ def read_config(
         InputError: a field is missing, or something is not supported; it names the field.
     """
     where = where or "config.json"
-    multimodal = source.get("model_type") in MULTIMODAL or source.get("model_type") in VISION
     outer = source
-    model_type = source.get("model_type")
+    model_type = outer.get("model_type")
     reads_images = model_type in VISION or (images and model_type in OPTIONAL_VISION)
     if images and not reads_images:
         raise InputError(
@@ -638,32 +607,14 @@ def read_config(
         )
     source = _text_config(source, where)
     family = FAMILIES[source["model_type"]]
-    hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
-    hf |= {field: None for field in NULLABLE if field in source and source[field] is None}
-    missing = [field for field in REQUIRED if field not in hf]
-    if missing:
-        raise InputError(
-            "the model's configuration lacks " + ", ".join(missing),
-            where=where,
-            why=f"a {source['model_type']} model has no default for it",
-            fix="add it, or download config.json again",
-        )
-    _require_sizes(hf, where)
-    _require_supported(family, hf, where)
+    hf = _with_defaults(family, source, where)
     layer_types = _layer_types(family, hf, where)
-    if not 0 <= float(hf["rms_norm_eps"]) < 1:
-        raise InputError(
-            f"rms_norm_eps is {hf['rms_norm_eps']}",
-            where=where,
-            why="it is added to a variance, so that none is zero: a small number",
-            fix="download config.json again",
-        )
     attention = _attention(hf, layer_types, where)
     rotary_dim = attention.full.head_dim if attention.full else attention.rotary_dim
     rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
     vision = None
-    if reads_images:
-        vision = vision_files.read_vision(outer, hf["hidden_size"], where)
+    if reads_images and model_type is not None:
+        vision = towers.TOWERS[model_type].read(outer, hf["hidden_size"], where)
     has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
     moe = moe_families.read_moe(hf, where) if has_mixture else None
     return DecoderConfig(
@@ -693,10 +644,41 @@ def read_config(
         dtype=dtype,
         param_dtype=param_dtype,
         num_outputs=_num_outputs(source),
-        multimodal=multimodal,
+        multimodal=model_type in MULTIMODAL or model_type in VISION,
         vision=vision,
         source=json.dumps(source, sort_keys=True),
     )
+
+
+def _with_defaults(family: Family, source: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a configuration with the defaults of its family.
+
+    Raises:
+        InputError: a field is missing, out of range or not supported.
+    """
+    hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
+    hf |= {field: None for field in NULLABLE if field in source and source[field] is None}
+    missing = [field for field in REQUIRED if field not in hf]
+    if missing:
+        raise InputError(
+            "the model's configuration lacks " + ", ".join(missing),
+            where=where,
+            why=f"a {source['model_type']} model has no default for it",
+            fix="add it, or download config.json again",
+        )
+    for field, largest in MAX_SIZES.items():
+        # A size that is null follows from the others.
+        if hf[field] is not None or field in REQUIRED:
+            require_size(field, hf[field], largest, where)
+    _require_supported(family, hf, where)
+    if not 0 <= float(hf["rms_norm_eps"]) < 1:
+        raise InputError(
+            f"rms_norm_eps is {hf['rms_norm_eps']}",
+            where=where,
+            why="it is added to a variance, so that none is zero: a small number",
+            fix="download config.json again",
+        )
+    return hf
 
 
 def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -711,7 +693,7 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if "tie_word_embeddings" in source:
             inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
         return _text_config(inner, where)
-    if model_type in qwen_vision_files.TOWERS:
+    if model_type in qwen_files.TOWERS:
         return _qwen_text_config(source)
     if model_type in VISION and isinstance(source.get("text_config"), Mapping):
         inner = source["text_config"]
@@ -719,7 +701,7 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if inner.get("model_type", default) == default:
             inner = VISION[model_type] | inner
         tied = source.get("tie_word_embeddings", model_type == "internvl")
-        if model_type in (*vision_files.IDEFICS, "internvl"):
+        if model_type in (*square_files.IDEFICS, "internvl"):
             # As transformers does: the outer field decides.
             return _text_config({**inner, "tie_word_embeddings": tied}, where)
         return _text_config({"tie_word_embeddings": tied, **inner}, where)
@@ -739,50 +721,39 @@ def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     defaults = VISION[source["model_type"]]
     inner = source.get("text_config")
     if not isinstance(inner, Mapping):
-        outer = qwen_vision_files.OUTER_FIELDS
+        outer = qwen_files.OUTER_FIELDS
         inner = {name: value for name, value in source.items() if name not in outer}
     # As transformers: the outer field decides, and files of Qwen2.5-VL may have it inside.
     is_tied = bool(source.get("tie_word_embeddings"))
     if source["model_type"] not in ("qwen3_vl", "qwen3_vl_moe"):
         is_tied = is_tied or bool(inner.get("tie_word_embeddings"))
-    own = {"model_type": defaults["model_type"], "tie_word_embeddings": is_tied}
-    return {**defaults, **inner, **own}
-
-
-def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
-    """Check that sizes are whole numbers that a model may have."""
-    for field, largest in MAX_SIZES.items():
-        value = hf[field]
-        if value is None and field not in REQUIRED:
-            continue  # It follows from the others.
-        moe_families.require_size(field, value, largest, where)
+    model_type = defaults["model_type"]
+    return {**defaults, **inner, "model_type": model_type, "tie_word_embeddings": is_tied}
 
 
 def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:
     """Refuse variants of a family that would load, but then compute something else."""
+    why = "the model would load, but its outputs would be wrong"
     quantization = hf.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    for field, supported in (
-        ("quantization_config", quantization if method in family.quantizations else None),
-        ("partial_rotary_factor", 1.0),
-        ("use_bidirectional_attention", False),
-        ("attn_output_gate", family.defaults.get("gated_attention", False)),
-    ):
-        if hf["model_type"] in rope_config.GEMMA4 and hf.get(field) == "vision":
-            continue  # Only tokens of images see later ones.
-        if field not in family.defaults and hf.get(field, supported) not in (supported, None):
-            fix = f"use a model with {field} = {json.dumps(supported)}"
-            if field == "quantization_config":
-                fix = (
-                    "give the model that was quantized, in 16 or 32 bits; below adapters, "
-                    "--model.lora.base-dtype nf4 or int8 quantizes it here"
-                )
-            raise InputError(
-                f"{field} = {str(hf[field])[:80]} is not supported",
-                where=where,
-                why="the model would load, but its outputs would be wrong",
-                fix=fix,
-            )
+    require_supported(
+        {"quantization_config": (quantization, not quantization or method in family.quantizations)},
+        where,
+        why=why,
+        fix="give the model that was quantized, in 16 or 32 bits; below adapters, "
+        "--model.lora.base-dtype nf4 or int8 quantizes it here",
+    )
+    supported = {
+        "partial_rotary_factor": 1.0,
+        "use_bidirectional_attention": False,
+        "attn_output_gate": family.defaults.get("gated_attention", False),
+    }
+    is_gemma4 = hf["model_type"] in rope_config.GEMMA4
+    for field, value in supported.items():
+        # In Gemma 4 only tokens of images see later ones.
+        is_of_images = is_gemma4 and hf.get(field) == "vision"
+        if field not in family.defaults and hf.get(field) is not None and not is_of_images:
+            require_values(hf, {field: value}, where, why=why)
 
 
 def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -845,15 +816,8 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) 
     num_heads = hf["num_attention_heads"]
     num_kv_heads = hf["num_key_value_heads"] or num_heads
     head_dim = hf["head_dim"] or hf["hidden_size"] // num_heads
-    if head_dim % 2 or num_heads % num_kv_heads:
-        raise InputError(
-            f"{num_heads} heads of dimension {head_dim} with {num_kv_heads} key-value heads are "
-            "not supported",
-            where=where,
-            why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
-            "heads",
-            fix="correct num_attention_heads, num_key_value_heads or head_dim",
-        )
+    fix = "correct num_attention_heads, num_key_value_heads or head_dim"
+    require_heads(num_heads, head_dim, num_kv_heads, where, fix)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -903,19 +867,10 @@ def _read_full_heads(
             )
     head_dim = sizes.get("head_dim", hf["head_dim"])
     num_kv_heads = sizes.get("num_key_value_heads", hf["num_key_value_heads"])
-    moe_families.require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"], where)
-    moe_families.require_size(
-        "num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"], where
-    )
-    if head_dim % 2 or hf["num_attention_heads"] % num_kv_heads:
-        raise InputError(
-            f"full layers with heads of dimension {head_dim} and {num_kv_heads} key-value heads "
-            "are not supported",
-            where=where,
-            why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
-            "heads",
-            fix="correct global_head_dim or num_global_key_value_heads",
-        )
+    require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"], where)
+    require_size("num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"], where)
+    fix = "correct global_head_dim or num_global_key_value_heads"
+    require_heads(hf["num_attention_heads"], head_dim, num_kv_heads, where, fix)
     return FullHeads(num_kv_heads, head_dim, key_is_value=hf["attention_k_eq_v"])
 
 
@@ -932,7 +887,7 @@ def _read_small_gemma4(
     fields: dict[str, Any] = {}
     reusing = hf["num_kv_shared_layers"]
     if reusing:
-        moe_families.require_size("num_kv_shared_layers", reusing, len(layer_types) - 1, where)
+        require_size("num_kv_shared_layers", reusing, len(layer_types) - 1, where)
         missing = {*layer_types[-reusing:]} - {*layer_types[:-reusing]}
         if missing:
             raise InputError(
@@ -947,9 +902,7 @@ def _read_small_gemma4(
             fields["reusing_mlp_size"] = 2 * hf["intermediate_size"]
     size = hf["hidden_size_per_layer_input"]
     if size:
-        moe_families.require_size(
-            "hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"], where
-        )
+        require_size("hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"], where)
         if hf["vocab_size_per_layer_input"] != hf["vocab_size"]:
             raise InputError(
                 f"vocab_size_per_layer_input = {str(hf['vocab_size_per_layer_input'])[:40]} is not "
@@ -976,7 +929,7 @@ def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
         "taps": "linear_conv_kernel_dim",
     }
     for field in sizes.values():
-        moe_families.require_size(field, hf[field], MAX_SIZES["head_dim"], where)
+        require_size(field, hf[field], MAX_SIZES["head_dim"], where)
     delta = DeltaConfig(**{size: hf[field] for size, field in sizes.items()})
     if delta.value_heads % delta.key_heads:
         raise InputError(
@@ -985,14 +938,13 @@ def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
             why="each head of keys must serve equally many heads of values",
             fix="correct linear_num_key_heads or linear_num_value_heads",
         )
-    for field, supported in (("attention_bias", False), ("hidden_act", "silu")):
-        if hf[field] != supported:
-            raise InputError(
-                f"linear attention with {field} = {str(hf[field])[:40]} is not supported",
-                where=where,
-                why="its outputs would be wrong",
-                fix=f"use a model with {field} = {json.dumps(supported)}",
-            )
+    require_values(
+        hf,
+        {"attention_bias": False, "hidden_act": "silu"},
+        where,
+        why="its outputs would be wrong",
+        subject="linear attention with ",
+    )
     return delta
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import AttentionConfig, LatentConfig, MoeConfig
 from tpu_rl.models.hf import rope_config
+from tpu_rl.models.hf.checks import require_size, require_values
 
 # Values that transformers assumes for fields that a configuration does not have.
 
@@ -191,17 +192,6 @@ MAX_EXPERTS = 2**14
 MAX_INTERMEDIATE_SIZE = 2**22
 
 
-def require_size(field: str, size: Any, largest: int, where: str) -> None:
-    """Raise InputError unless a field of a configuration is a whole number from 1 to `largest`."""
-    if type(size) is not int or not 1 <= size <= largest:
-        raise InputError(
-            f"{field} = {str(size)[:40]} is out of range",
-            where=where,
-            why=f"it must be a whole number from 1 to {largest:,}",
-            fix="correct config.json, or download it again",
-        )
-
-
 def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
     """Return the mixture of a configuration with its family's defaults.
 
@@ -210,14 +200,14 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
     """
     where = where or "config.json"
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
-        given = (
+        stated = (
             f"decoder_sparse_step = {hf['decoder_sparse_step']}, "
             f"mlp_only_layers = {hf['mlp_only_layers']}"
         )
         raise InputError(
             "models in which only some layers have experts are not supported",
             where=where,
-            why=given[:200],
+            why=stated[:200],
             fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
         )
     # Newer files may have either name, in any family.
@@ -269,18 +259,12 @@ def _read_grouped_routing(
     """Read the fields that DeepSeek-V3 has beside those of other mixtures; none for the others."""
     if "n_routed_experts" not in hf:
         return {}
-    for field, supported in (
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        if hf[field] != supported:
-            raise InputError(
-                f"{field} = {str(hf[field])[:40]} is not supported",
-                where=where,
-                why="the router would choose other experts",
-                fix=f"use a model with {field} = {supported}",
-            )
+    require_values(
+        hf,
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        where,
+        why="the router would choose other experts",
+    )
     groups, chosen, shared = (hf[name] for name in ("n_group", "topk_group", "n_shared_experts"))
     are_counts = all(type(number) is int and number >= 1 for number in (groups, chosen, shared))
     if (

@@ -25,7 +25,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import lora
 from tpu_rl.models.config import LORA_A, LORA_B, DecoderConfig, LoraConfig
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import families, safetensors_files, vision_files
+from tpu_rl.models.hf import families, safetensors_files
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
@@ -36,6 +36,7 @@ from tpu_rl.models.hf.weight_map import (
     tensor_at,
     weight_locations,
 )
+from tpu_rl.models.vision import towers
 from tpu_rl.train import sharding
 from tpu_rl.types import Model, Params
 
@@ -417,7 +418,7 @@ def _gather_tensor(params: Params, tensor: FileTensor) -> np.ndarray:
 def _module_name(config: DecoderConfig, name: str) -> str:
     """Return the base's name for what a text model calls `name`."""
     if config.multimodal and name.startswith("model."):
-        return name.replace("model.", vision_files.text_prefix(config.vision), 1)
+        return name.replace("model.", towers.text_prefix(config.vision), 1)
     return name
 
 
@@ -429,7 +430,7 @@ def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
     """
     if not config.multimodal:
         return names
-    prefix = vision_files.text_prefix(config.vision)
+    prefix = towers.text_prefix(config.vision)
     return rf"({re.escape(prefix)}.*\.)?({'|'.join(names)})"
 
 

@@ -16,9 +16,7 @@ import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import (
-    BOUNDS,
     EXPERT_MATRICES,
-    NO_BOUND,
     OUTPUT_DIMS,
     WEIGHT_AXES,
     DecoderConfig,
@@ -26,9 +24,11 @@ from tpu_rl.models.config import (
     inputs_and_outputs,
 )
 from tpu_rl.models.decoder import param_shapes
-from tpu_rl.models.hf import families, moe_families, vision_files
+from tpu_rl.models.hf import families, moe_families
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.safetensors_files import StoredTensor
+from tpu_rl.models.vision import towers
+from tpu_rl.models.vision.config import BOUNDS, NO_BOUND
 from tpu_rl.types import Model, Params
 
 
@@ -117,14 +117,9 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     if config.vision is None:
         return tensors
     of_vision: dict[str, list[WeightLocation]] = {}
-    for file_name, name, path, layer in vision_files.weights(config.vision):
-        index = () if layer is None else (layer,)
-        shape = vision_files.file_shape(config.vision, name, config.shape(name))
-        # Gemma 3's projector is the one matrix of these that files have with inputs first.
-        is_transposed = file_name == vision_files.MATRIX_NAMES["pooled"]
-        shape = shape[::-1] if is_transposed else shape
-        location = WeightLocation((*path, name), index, shape, is_transposed)
-        of_vision.setdefault(file_name, []).append(location)
+    for weight in towers.stored_weights(config):
+        location = WeightLocation(weight.path, weight.index, weight.shape, weight.is_transposed)
+        of_vision.setdefault(weight.file_name, []).append(location)
     return tensors | {name: _concatenate(locations) for name, locations in of_vision.items()}
 
 

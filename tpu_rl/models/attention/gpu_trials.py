@@ -1,9 +1,9 @@
-"""Trials of attention kernels on the devices of a run, against the reference.
+"""Trials of attention kernels for GPUs on the devices of a run, against the reference.
 
 Which kernels cuDNN has, and whether they are correct, depends on the GPU, on cuDNN's version and on
 the driver. None of them is known when a run is configured, and a run that learns from wrong
-gradients looks like any other. So the trial runs before the first step. `failure_reason` tries
-cuDNN's attention, or another kernel for which a function computes the error (`gpu_decode_trial`).
+gradients looks like any other. So a trial runs before the first step: of cuDNN's attention
+(`cudnn_error`), and of the kernel of decode steps (`gpu_decode_error`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl.models import layers
+from tpu_rl.models.attention import decode
 from tpu_rl.models.attention.cudnn import TOKEN_MULTIPLE, cudnn_attention
+from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.config import AttentionConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.runtime import processes
@@ -31,28 +33,22 @@ T = TypeVar("T")
 ErrorOf = Callable[[AttentionConfig, Array], Array]
 """(attention, seed) -> the largest error of a kernel, relative to the largest element."""
 
-ROW = ((100, 1, 0), (60, 1, 1), (50, 1, 2), (30, 2, 0), (16, 0, 0))
-"""The row of the trial, as (tokens, segment, branch); the last part is padding."""
-
-SLIDING_WINDOW = 40
-"""Sliding window of the trial, for models that have one."""
-
 TOLERANCE = 1 / 32
 """Largest error, relative to the largest element: eight roundings to bfloat16. One key that is
 masked by mistake, or not masked, makes a larger error."""
 
 
 @functools.cache
-def failure_reason(config: AttentionConfig, mesh: Mesh, error_of: ErrorOf | None = None) -> str:
+def failure_reason(config: AttentionConfig, mesh: Mesh, error_of: ErrorOf) -> str:
     """Return why the trial on the mesh's devices failed, or "" if it succeeded.
 
-    `error_of` computes the error under the mesh; None: `largest_error`, of cuDNN's attention. It
-    fails if the program does not compile or run, or if values or gradients are not those of the
-    reference. All processes must call it together.
+    It fails if the program does not compile or run, or if values or gradients are not those of the
+    reference. All processes must call it together. `error_of` is `cudnn_error`, or made by
+    `gpu_decode_error`.
     """
     seed = np.uint32(0)
     with jax.set_mesh(mesh):
-        trial = functools.partial(error_of or largest_error, config)
+        trial = functools.partial(error_of, config)
         program, error = _try(lambda: jax.jit(trial).lower(seed).compile())
         if program is None:
             return f"it does not compile: {error}"
@@ -79,7 +75,16 @@ def _try(attempt: Callable[[], T]) -> tuple[T | None, str]:
     return result, ""
 
 
-def largest_error(config: AttentionConfig, seed: Array) -> Array:
+# cuDNN: packed rows and prefills.
+
+ROW = ((100, 1, 0), (60, 1, 1), (50, 1, 2), (30, 2, 0), (16, 0, 0))
+"""The row of the trial, as (tokens, segment, branch); the last part is padding."""
+
+SLIDING_WINDOW = 40
+"""Sliding window of the trial, for models that have one."""
+
+
+def cudnn_error(config: AttentionConfig, seed: Array) -> Array:
     """Return the largest error of outputs and gradients against the reference in float32.
 
     Each device computes one `ROW`. Errors are relative to the largest element of each array.
@@ -176,3 +181,72 @@ def _trial_tokens(rows: int) -> TokenIndex:
     )
     until = layers.visible_until(segment_ids, branch_ids)
     return TokenIndex(index, position, segment_ids, until)
+
+
+# Decode steps.
+
+PLACES = 640
+"""Places of the trial's cache; those of a ring, too."""
+
+SEEN = ((0, 1), (0, 2), (0, 64), (0, 127), (0, 129), (70, 200), (130, 131), (0, 640), (500, 900))
+"""(first, end) of the rows: the tokens [first, end) are seen. The last row is in a ring."""
+
+HIDDEN = 1000.0
+"""Elements of the values of hidden tokens: one that is seen by mistake is a large error."""
+
+BORDER = 8.0
+"""Factor of the values of a row's first and last token, so that either is missed."""
+
+
+@functools.cache
+def gpu_decode_error(dtype: str, interpret: bool = False) -> ErrorOf:
+    """Return the error of decode steps in `dtype` against the reference in float32.
+
+    It is relative to the largest element of a row. There are the rows of `SEEN` for each device.
+    """
+    return functools.partial(_gpu_decode_error, dtype, interpret)
+
+
+def _gpu_decode_error(dtype: str, interpret: bool, config: AttentionConfig, seed: Array) -> Array:
+    devices = jax.sharding.get_abstract_mesh().size
+    first, end = jnp.tile(jnp.array(SEEN, jnp.int32), (devices, 1)).T
+    rows = len(first)
+    # Each place holds the newest token whose number modulo the places is its own.
+    last = end[:, None] - 1
+    number = last - (last - jnp.arange(PLACES)[None, :]) % PLACES
+    is_seen = number >= first[:, None]
+    is_border = is_seen & ((number == first[:, None]) | (number == last))
+
+    def random(index: int, *shape: int) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return jax.random.normal(key, shape, jnp.float32)
+
+    leaf = (2, rows, config.num_kv_heads, PLACES, config.head_dim)
+    weight = jnp.where(is_border, BORDER, 1.0)[None, :, None, :, None]
+    values = jnp.where(is_seen[None, :, None, :, None], random(2, *leaf) * weight, HIDDEN)
+    stack = {"k": random(1, *leaf), "v": values.at[0].set(HIDDEN)}
+    stack = {
+        name: sharding.constrain(part.astype(dtype), decode.LEAF_AXES)
+        for name, part in stack.items()
+    }
+    query = random(0, rows, 1, config.num_heads, config.head_dim).astype(dtype)
+    query = sharding.constrain(query, ("slots", None, "heads", None))
+    sinks = random(3, config.num_heads) if config.sinks else None
+    decode_config = DecodeConfig(config.scale, config.softcap, interpret, on_gpu=True)
+    seen = decode.SeenTokens(first, end)
+    actual = decode.decode_attention(
+        query, stack, 1, seen, decode_config, config.num_kv_heads, sinks
+    )
+    ones = jnp.ones_like(number)
+    expected = layers.dense_attention(
+        query.astype(jnp.float32),
+        stack["k"][1].astype(jnp.float32),
+        stack["v"][1].astype(jnp.float32),
+        TokenIndex(last, last, ones[:, :1], last),
+        TokenIndex(number, number, ones, jnp.where(is_seen, end[:, None], 0)),
+        scale=config.scale,
+        softcap=config.softcap,
+        sinks=sinks,
+    )
+    errors = jnp.abs(actual.astype(jnp.float32) - expected)
+    return (errors.max((1, 2, 3)) / jnp.abs(expected).max((1, 2, 3))).max()

@@ -1,0 +1,110 @@
+"""The configurations of Hugging Face with the tower of Gemma 4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_rl.errors import InputError
+from tpu_rl.models.hf.checks import require_size, require_supported
+from tpu_rl.models.vision.config import Gemma4VisionConfig
+from tpu_rl.models.vision.qwen_files import ACTIVATIONS, LARGEST_SIZE
+
+TOWER: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "pooling_kernel_size": 3,
+    "patch_size": 16,
+    "position_embedding_size": 10_240,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "use_clipped_linears": False,
+    "standardize": False,
+}
+"""transformers' defaults of vision_config."""
+
+TOKENS = {
+    "boi_token_id": 255_999,
+    "eoi_token_id": 258_882,
+    "image_token_id": 258_880,
+    "video_token_id": 258_884,
+    "boa_token_id": 256_000,
+    "eoa_token_index": 258_883,
+    "audio_token_id": 258_881,
+}
+"""Fields of the outer configuration with transformers' defaults."""
+
+
+def read(source: Mapping[str, Any], text_size: int, where: str) -> Gemma4VisionConfig:
+    """Return the vision part of a configuration.
+
+    Raises:
+        InputError: a field is out of range or not supported.
+    """
+    del text_size
+    tower = source.get("vision_config")
+    if not isinstance(tower, Mapping):
+        raise InputError(
+            "the model has no vision tower",
+            where=where,
+            why=f"vision_config is {tower!r}",
+            fix="leave --model.images out, or use the files that were published with the tower",
+        )
+    fields = TOWER | {name: value for name, value in tower.items() if value is not None}
+    for name, default in TOWER.items():
+        if type(default) is int:
+            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE, where)
+    rope = {"rope_type": "axial", "rope_theta": 100.0, **(fields.get("rope_parameters") or {})}
+    heads = fields["num_attention_heads"]
+    kv_heads = fields["num_key_value_heads"]
+    activation = fields["hidden_activation"]
+    has_biases = fields.get("attention_bias")
+    require_supported(
+        {
+            "hidden_activation": (activation, activation in ACTIVATIONS),
+            "head_dim": (fields["head_dim"], fields["head_dim"] % 4 == 0),
+            "num_key_value_heads": (kv_heads, heads % kv_heads == 0),
+            "attention_bias": (has_biases, not has_biases),
+            "rope_type": (rope["rope_type"], rope["rope_type"] == "axial"),
+        },
+        where,
+        subject="vision_config with ",
+        why="the model would load, but its features would be wrong",
+        fix="use a tower as published: plain projections, and heads whose halves turn with columns "
+        "and rows",
+    )
+    tokens = {name: int(source.get(name) or default) for name, default in TOKENS.items()}
+    text = source.get("text_config") or {}
+    # Sound is not read, so a written model has no tower for it.
+    outer = {**source, **tokens, "audio_config": None}
+    outer.pop("text_config", None)
+    sees_all = text.get("use_bidirectional_attention") == "vision"
+    return Gemma4VisionConfig(
+        model_type=source["model_type"],
+        patch_size=fields["patch_size"],
+        merge_size=fields["pooling_kernel_size"],
+        hidden_size=fields["hidden_size"],
+        mlp_size=fields["intermediate_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=fields["head_dim"],
+        eps=float(fields["rms_norm_eps"]),
+        num_positions=fields["position_embedding_size"],
+        activation=ACTIVATIONS[activation],
+        image_token=tokens["image_token_id"],
+        around=(tokens["boi_token_id"], tokens["eoi_token_id"]),
+        written="token",
+        two_way=("sliding",) if sees_all else (),
+        layer_input_token=int(text.get("pad_token_id") or 0),
+        rope_theta=float(rope["rope_theta"]),
+        is_clipped=bool(fields["use_clipped_linears"]),
+        is_standardized=bool(fields["standardize"]),
+        has_audio=source.get("audio_config") is not None,
+        source=json.dumps(outer, sort_keys=True),
+    )
