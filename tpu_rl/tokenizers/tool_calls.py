@@ -138,7 +138,7 @@ def parse(text: str, format_name: str, tools: Tools, in_thought: bool = False) -
 
 
 def content_length(text: str, format_name: str) -> int:
-    """Return how many characters of a turn that still goes on are content, whatever follows."""
+    """Count the characters of a turn that still goes on which are content, whatever follows."""
     row = FORMATS[format_name]
     # `parse` strips the content of a turn with calls.
     if row.read is not _read_blocks or text[:1].isspace():
@@ -206,7 +206,7 @@ def _checked(call: ToolCall | BadCall) -> ToolCall | BadCall:
 
 
 def _reason_against(value: Any) -> str:
-    """Return why a value is none of JSON, or ""."""
+    """Return the reason for which JSON cannot write a value, or ""."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
