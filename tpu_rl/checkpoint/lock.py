@@ -181,7 +181,7 @@ def _read(file: TextIO) -> dict[str, Any] | None:
 
 
 def this_process() -> dict[str, Any]:
-    """Return what a lock says of this process as its holder."""
+    """Return the facts that a lock states about this process as its holder."""
     started = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
 

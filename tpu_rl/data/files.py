@@ -617,7 +617,7 @@ def _other_name(column: str, row: Row) -> str | None:
 
 
 def _check_value(where: str, column: str, value: Any) -> str:
-    """Return what a value is, one of `KINDS`. Raises InputError if the column has none such."""
+    """Return the kind of a value, one of `KINDS`. Raises InputError if the column has others."""
     kinds = KINDS.get(column, ("a value",))
     if "a text" in kinds and isinstance(value, str):
         if not value and column in ("prompt", "question", "chosen"):

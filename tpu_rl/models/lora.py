@@ -10,7 +10,6 @@ off.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -97,7 +96,7 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     chosen = set().union(*named)
     if ALL_LINEAR in lora.targets:
         chosen |= _weights(config) & {*OF_LAYERS}
-    if chosen & {*EXPERT_MATRICES} and families.has_stacked_experts(_family(config)):
+    if chosen & {*EXPERT_MATRICES} and families.has_stacked_experts(families.family_of(config)):
         raise InputError(
             "the experts of this family cannot have adapters",
             where="--model.lora.targets",
@@ -124,10 +123,6 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     return targets
 
 
-def _family(config: DecoderConfig) -> families.Family:
-    return families.FAMILIES[json.loads(config.source)["model_type"]]
-
-
 def _weights(config: DecoderConfig) -> set[str]:
     """Return the names of all weights of a model."""
     shapes = param_shapes(replace(config, adapters=None))
@@ -140,7 +135,7 @@ def _weights_by_name(config: DecoderConfig) -> dict[str, set[str]]:
     The names are those of PEFT, in this family and in others, and those of this library.
     """
     present = _weights(config)
-    family = _family(config)
+    family = families.family_of(config)
     # Where experts cannot have adapters, the names of an MLP beside them mean the MLP.
     expert_names = (
         {} if families.has_stacked_experts(family) and "gate" in present else EXPERT_NAMES

@@ -154,7 +154,7 @@ def _folder() -> Path:
 
 
 def _reason(code: int, printed: bytes, errors: bytes) -> str:
-    """Return why a trial failed."""
+    """Return the reason for which a trial failed."""
     memory = f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"it takes more than {SECONDS} s"

@@ -476,7 +476,7 @@ class Tokenizer:
                 )
 
     def unshown(self, messages: list[Message], tools: Tools | None = None) -> list[str]:
-        """Return what the template does not show of a conversation, as `KEY` or `tools`.
+        """Name the parts of a conversation that the template does not show: `KEY` or `tools`.
 
         A key of a message is not shown if one of its texts does not occur in the rendering. A key
         with a number or a truth value is not shown if its name does not occur in the template.

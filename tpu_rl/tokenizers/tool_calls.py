@@ -107,6 +107,14 @@ class ParsedTurn(NamedTuple):
         return message | ({"tool_calls": calls} if calls else {})
 
 
+def format_of(template: str | None) -> str | None:
+    """Return the format whose marks a chat template has; "plain" without a template.
+
+    None if it has no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`.
+    """
+    return "plain" if template is None else next(iter(formats_of(template)), None)
+
+
 def formats_of(template: str) -> list[str]:
     """Return the formats of which a chat template has a mark."""
     return [name for name, row in FORMATS.items() if row.is_in(template, row.template_marks)]
@@ -138,7 +146,7 @@ def parse(text: str, format_name: str, tools: Tools, in_thought: bool = False) -
 
 
 def content_length(text: str, format_name: str) -> int:
-    """Return how many characters of a turn that still goes on are content, whatever follows."""
+    """Count the characters of a turn that still goes on which are content, whatever follows."""
     row = FORMATS[format_name]
     # `parse` strips the content of a turn with calls.
     if row.read is not _read_blocks or text[:1].isspace():
@@ -206,7 +214,7 @@ def _checked(call: ToolCall | BadCall) -> ToolCall | BadCall:
 
 
 def _reason_against(value: Any) -> str:
-    """Return why a value is none of JSON, or ""."""
+    """Return the reason for which JSON cannot write a value, or ""."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

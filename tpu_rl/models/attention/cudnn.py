@@ -7,6 +7,8 @@ It computes packed rows and prefills of prompts. On CPUs, tests compare its oper
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 
@@ -19,19 +21,25 @@ TOKEN_MULTIPLE = 64
 """cuDNN's flash kernels take numbers of queries and of keys that are multiples of this."""
 
 
+def nvidia_capability(device: Any) -> float:
+    """Return the compute capability of an NVIDIA GPU; 0 for other devices."""
+    text = device.compute_capability if device.platform == "gpu" else ""
+    # That of AMD GPUs has letters.
+    return float(text) if text.replace(".", "").isdigit() else 0.0
+
+
 def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
-    """Return why cuDNN cannot compute a model's attention, or "" if no reason is known.
+    """Return a reason for which cuDNN cannot compute a model's attention, or "" if none is known.
 
     `row_length` is the number of tokens of a packed row; `mesh` is the mesh of the run.
     """
     device = mesh.devices.flat[0]
     attention = config.attention
-    is_gpu = device.platform == "gpu"
-    # The compute capability of AMD GPUs has letters.
-    if not is_gpu or not device.compute_capability.replace(".", "").isdigit():
+    capability = nvidia_capability(device)
+    if not capability:
         return f"this is a {device.platform}, and cuDNN is for NVIDIA GPUs"
     head_dim = attention.head_dim
-    max_head_dim = 256 if float(device.compute_capability) >= 9 else 128
+    max_head_dim = 256 if capability >= 9 else 128
     num_kv_heads = attention.num_kv_heads
     reasons = {
         "it computes in bfloat16 and not in float32 (--model.dtype bfloat16)": (

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from tpu_rl.models.attention.cudnn import nvidia_capability
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.attention.flash_kernels import A_B, A_BT, LANES
 from tpu_rl.models.config import AttentionConfig
@@ -44,10 +45,8 @@ SPLIT_PLACES = 256
 
 
 def unsupported_reason(config: AttentionConfig, device: Any) -> str:
-    """Return why the kernel cannot compute a model's attention on a device; "" if it can."""
-    capability = str(getattr(device, "compute_capability", ""))
-    # The compute capability of AMD GPUs has letters.
-    if not capability.replace(".", "").isdigit() or float(capability) < 8:
+    """Return a reason for which a device cannot use the kernel for a model; "" if it can."""
+    if nvidia_capability(device) < 8:
         return "the kernel is for NVIDIA GPUs of compute capability 8.0 (A100) and newer"
     head_dim = config.head_dim
     reasons = {

@@ -40,7 +40,7 @@ masked by mistake, or not masked, makes a larger error."""
 
 @functools.cache
 def failure_reason(config: AttentionConfig, mesh: Mesh, error_of: ErrorOf) -> str:
-    """Return why the trial on the mesh's devices failed, or "" if it succeeded.
+    """Return the reason for which the trial on the mesh's devices failed, or "" if it succeeded.
 
     It fails if the program does not compile or run, or if values or gradients are not those of the
     reference. All processes must call it together. `error_of` is `cudnn_error`, or made by

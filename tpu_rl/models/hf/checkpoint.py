@@ -344,19 +344,16 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
     if unembedding not in file_tensors:
         # A tied model needs none, but some files have a copy of the embedding.
         stored.pop(unembedding, None)
-    if any("{expert}" in name for name in _family(model).names.values()):
+    family = families.family_of(model.config)
+    if any("{expert}" in name for name in family.names.values()):
         stored = stacked_experts.split(stored)
     for name in families.unused_names(model.config, stored):
         del stored[name]
     shapes = {name: file_tensor.shape for name, file_tensor in file_tensors.items()}
-    if _family(model).experts_may_be_turned:
+    if family.experts_may_be_turned:
         stored = stacked_experts.turned(stored, shapes)
     require_fit(directory, shapes, stored, "config.json")
     return stored
-
-
-def _family(model: Model) -> families.Family:
-    return families.FAMILIES[json.loads(model.config.source)["model_type"]]
 
 
 def file_dtype(directory: Path) -> str:
@@ -723,7 +720,7 @@ def _write_config(path: Path, config: DecoderConfig, dtype: str) -> None:
     source.pop("quantization_config", None)
     # Modules for several tokens at once were not read (see `families.beyond_last_layer`).
     source |= {name: 0 for name in families.MTP_FIELDS if source.get(name)}
-    family = families.FAMILIES[source["model_type"]]
+    family = families.family_of(config)
     source |= {"architectures": [family.architecture], "torch_dtype": dtype}
     if config.num_outputs:
         source |= {"architectures": [family.head_architecture], "num_labels": config.num_outputs}

@@ -985,6 +985,11 @@ def _num_outputs(source: Mapping[str, Any]) -> int | None:
 # Names of weights.
 
 
+def family_of(config: DecoderConfig) -> Family:
+    """Return the family of a model that was read from a configuration."""
+    return FAMILIES[json.loads(config.source)["model_type"]]
+
+
 def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -> str:
     """Return Hugging Face's name of the weight `name`, in a layer or (None) outside of layers."""
     if layer is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,7 +72,7 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     Adapters are not included.
     """
     config: DecoderConfig = model.config
-    family = families.FAMILIES[json.loads(config.source)["model_type"]]
+    family = families.family_of(config)
     shapes = param_shapes(replace(config, adapters=None, weight_dtype=None))
     parts: dict[str, list[WeightLocation]] = {}
     stacked_experts = EXPERT_MATRICES if families.has_stacked_experts(family) else ()
