@@ -67,4 +67,5 @@ def cispo_surrogate(
 def cispo(config: CispoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build CISPO. It learns from a Rollout."""
     surrogate = partial(cispo_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
-    return group_policy_gradient(config, roles, sampling, surrogate)
+    algorithm = group_policy_gradient(config, roles, sampling, surrogate)
+    return algorithm._replace(stops_gradient=True)

@@ -380,8 +380,8 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         metrics["preference/loss"] = Sum(value, weights.sum())
         return value, metrics
 
+    algorithm = Algorithm(make_batch, loss, stops_gradient=config.weigh_by_policy or bool(matched))
     if not config.reference_mix:
-        return Algorithm(make_batch, loss)
-    return Algorithm(
-        make_batch, loss, *moving_reference(config.reference_every, config.reference_mix)
-    )
+        return algorithm
+    init_state, after_update = moving_reference(config.reference_every, config.reference_mix)
+    return algorithm._replace(init_state=init_state, after_update=after_update)

@@ -365,8 +365,9 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
                 }
         return replace(batch, weights=weights), state
 
+    stops_gradient = config.method == "chord" and config.phi
     if not controllers:
-        return base._replace(make_batch=make_batch)
+        return base._replace(make_batch=make_batch, stops_gradient=stops_gradient)
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         value, metrics = base.loss(params, batch)

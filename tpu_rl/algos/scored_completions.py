@@ -240,7 +240,7 @@ def scored_completions(
         metrics["preference/log_prob_mean"] = masked.average(means, first)
         return value, metrics
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, stops_gradient=config.loss == "a_lol")
 
 
 def is_best(scores: Array, group_id: Array, exists: Array) -> Array:

@@ -190,7 +190,7 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             metrics["policy/kl_reference"] = masked.weighted_average(divergence, weights)
         return value, metrics
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, stops_gradient=config.loss == "dft")
 
 
 def _reference(logits: Mapping[str, Array]) -> teachers.Target:

@@ -412,6 +412,8 @@ class SurrogateRow(NamedTuple):
     """clip_low is a distance of a ratio from 1, so that it is below 1."""
     of_completions: bool = False
     """The loss is one of the whole completion."""
+    stops_gradient: bool = False
+    """See `Algorithm.stops_gradient`."""
     selected: Callable[..., Array] | None = None
     """(batch, rollout, layout, **settings) -> [M, K, R, S] bool: tokens chosen by their covariance.
     They have a penalty if there is a covariance_kl_coef, and no advantage otherwise."""
@@ -427,9 +429,13 @@ SURROGATES: dict[SurrogateName, SurrogateRow] = {
     ),
     "sapo": SurrogateRow(sapo, {"tau_positive": 1.0, "tau_negative": 1.05}),
     "gmpo": SurrogateRow(gmpo, {"clip_low": 0.4, "clip_high": 0.4}, of_completions=True),
-    "vespo": SurrogateRow(vespo, _VESPO),
-    "dppo_tv": SurrogateRow(partial(dppo, divergence="tv"), {**_CLIP, "ratio_cap": 20.0}),
-    "dppo_kl": SurrogateRow(partial(dppo, divergence="kl"), {**_CLIP, "ratio_cap": 20.0}),
+    "vespo": SurrogateRow(vespo, _VESPO, stops_gradient=True),
+    "dppo_tv": SurrogateRow(
+        partial(dppo, divergence="tv"), {**_CLIP, "ratio_cap": 20.0}, stops_gradient=True
+    ),
+    "dppo_kl": SurrogateRow(
+        partial(dppo, divergence="kl"), {**_CLIP, "ratio_cap": 20.0}, stops_gradient=True
+    ),
     "dro": SurrogateRow(dro, {"beta": 0.1}),
     "gpg": SurrogateRow(gpg, {}),
     "clip_cov": SurrogateRow(
@@ -512,4 +518,4 @@ def surrogates(config: SurrogatesConfig, roles: Roles, sampling: Sampling) -> Al
         metrics["policy/without_advantage"] = masked.average(is_without, batch.action_mask)
         return value, metrics
 
-    return base._replace(make_batch=make_batch, loss=loss)
+    return base._replace(make_batch=make_batch, loss=loss, stops_gradient=row.stops_gradient)

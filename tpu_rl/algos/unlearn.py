@@ -119,4 +119,4 @@ def unlearn(config: UnlearnConfig, roles: Roles, sampling: Sampling) -> Algorith
             "unlearn/log_prob": masked.weighted_average(log_probs, forget),
         }
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, stops_gradient=config.loss == "ce_u")
