@@ -9,7 +9,8 @@ Each is declared on its field, and `check` refuses what breaks it:
     reference_free: Annotated[bool, Conflicts("reference_mix")] = False
 
 A setting is set if it is not its default. It is on if it is set and is neither None, nor False,
-nor 0, nor empty. Settings that the dataclass does not have are as good as off.
+nor 0, nor empty; if its default is None, any number is on. Settings that the dataclass does not
+have are off. A dataclass that inherits from `Checked` is checked whenever one is made.
 """
 
 from __future__ import annotations
@@ -156,12 +157,23 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
     flag_of = functools.partial(_flag, flag)
     for name, metadata in declared.items():
         for relation in metadata:
-            problem = None
-            if not isinstance(relation, In):
-                problem = relation.problem(settings, name, flag_of)
+            if isinstance(relation, In):
+                continue
+            problem = relation.problem(settings, name, flag_of)
             if problem is not None:
                 where = ", ".join(map(flag_of, (name, *problem.others)))
                 raise InputError(problem.what, where=where, why=relation.why, fix=problem.fix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Settings of an algorithm, checked when they are made.
+
+    A subclass with checks of its own calls `super().__post_init__()` first.
+    """
+
+    def __post_init__(self):
+        check(self)
 
 
 def check_all(settings: Any, flag: str = "--") -> None:
@@ -189,7 +201,13 @@ def _is_set(settings: Any, name: str) -> bool:
 
 
 def _is_on(settings: Any, name: str) -> bool:
-    return _is_set(settings, name) and bool(_values(settings)[name])
+    if not _is_set(settings, name):
+        return False
+    value = _values(settings)[name]
+    has_default = any(
+        f.name == name and f.default is not None for f in dataclasses.fields(settings)
+    )
+    return bool(value) if has_default else value is not None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The method of docs/how-to/adding_an_algorithm.md, CE-GPPO, as a user's file."""
+"""The methods of docs/how-to/adding_an_algorithm.md as a user's files."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,24 @@ import numpy as np
 import pytest
 
 from tpu_rl import user_code
+from tpu_rl.algos import GrpoConfig
 from tpu_rl.commands import check
+from tpu_rl.proofs import PROOFS, Battery, case_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "adding_an_algorithm.md"
 
 
+def block_with(text: str) -> str:
+    """Find the page's example that has this text."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (example,) = (block for block in blocks if text in block)
+    return example
+
+
 @pytest.fixture
 def file(tmp_path):
-    """The page's example in a file."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (example,) = (block for block in blocks if "CE-GPPO" in block)
+    """The page's CE-GPPO in a file."""
+    example = block_with("CE-GPPO")
     path = tmp_path / "ce_gppo.py"
     path.write_text(example)
     return path
@@ -49,3 +57,15 @@ def test_it_passes_every_proof_and_a_missing_stop_gradient_does_not(file, capsys
     file.write_text(file.read_text().replace("jax.lax.stop_gradient(ratio)", "ratio"))
     assert check.main([f"{file}:ce_gppo"]) == 1
     assert "FAILED  gradient" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_method_as_a_sentence_of_parts_passes_every_proof(tmp_path):
+    path = tmp_path / "sentence.py"
+    path.write_text(block_with("halved_if_truncated"))
+    method = user_code.load_function(f"{path}:method", "algorithm")
+    battery = Battery(case_of(method, GrpoConfig()))
+    for proof in PROOFS.values():
+        proof(battery)
+    metrics = battery.original[1].metrics
+    assert {"policy/clip_low", "policy/entropy"} <= metrics.keys()

@@ -51,7 +51,7 @@ def cispo_surrogate(
     clip_low: float | None,
     clip_high: float,
 ) -> Surrogate:
-    """Return -stop_gradient(clipped ratio) A log policy of each token."""
+    """Compute -stop_gradient(clipped ratio) A log policy of each token."""
     del rows
     lowest = None if clip_low is None else 1.0 - clip_low
     highest = 1.0 + clip_high

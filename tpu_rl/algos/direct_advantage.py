@@ -25,8 +25,9 @@ from flax import struct
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.algos.roles import moving_reference, with_reference
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked
+from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import actions_of, learned_tokens
 from tpu_rl.ranges import CountOrNone, Positive

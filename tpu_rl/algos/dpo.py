@@ -35,17 +35,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, RoleSpec, pairs_from
-from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference, robust
+from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.log_probs import (
     frozen_log_probs,
     log_collision,
     log_probs_of_hidden,
     token_log_probs,
 )
+from tpu_rl.losses.robust import RobustSettings
 from tpu_rl.ranges import Count, NotNegative, Positive, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -63,7 +63,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class DpoConfig:
+class DpoConfig(RobustSettings):
     """The default is DPO itself."""
 
     loss: preference.PairLossName = "sigmoid"
@@ -95,13 +95,6 @@ class DpoConfig:
     rpo_coef: NotNegative = 0.0
     """Coefficient of the chosen completion's negative log-likelihood per token, added to the loss
     (RPO, arXiv 2404.19733)."""
-    robust_radius: float = 0.0
-    """Share of the weight that the worst case may move between the pairs of a step. It is decided
-    before the first update of the batch."""
-    robust_ball: robust.Ball = "tv"
-    """Divergence that bounds the worst case. With kl and chi_square, robust_radius is the
-    coefficient of the divergence: weights are p exp(loss / radius), or p max(0, 1 + (loss - mu) /
-    radius)."""
     reverse: bool = False
     """Prefer the rejected completion: the result is the opposite policy (contrastive
     distillation)."""
@@ -121,7 +114,7 @@ class DpoConfig:
     """Optimizer steps between two such moves."""
 
     def __post_init__(self):
-        ranges.check(self)
+        super().__post_init__()
         field, problem = self._problem()
         if problem:
             flag = field.replace("_", "-")
@@ -129,9 +122,6 @@ class DpoConfig:
 
     def _problem(self) -> tuple[str, str]:
         """Return the field at fault in a conflict between settings, and the conflict, or ""."""
-        problem = robust.conflict(self.robust_radius, self.robust_ball)
-        if problem:
-            return "robust_radius", problem
         if self.reference_mix > 0 and self.reference == "none":
             return "reference_mix", f"{self.loss} has no reference that could move"
         if self.optimism_coef and self.pairs != "policy_and_reference":

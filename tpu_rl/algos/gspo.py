@@ -72,7 +72,7 @@ class GspoConfig(GroupPolicyConfig):
 def sequence_ratio(
     log_probs: Array, old_log_probs: Array, rows: PackedRows, normalized: bool = True
 ) -> Array:
-    """Return s [R, S], the same at every token of a completion; 1 outside completions.
+    """Compute s [R, S], the same at every token of a completion; 1 outside completions.
 
     Unless `normalized`, it is policy(y) / old policy(y).
     """
@@ -95,7 +95,7 @@ def gspo_surrogate(
     clip_high: float,
     level: Level = "sequence",
 ) -> Surrogate:
-    """Return the clipped sequence ratio times the advantage, at every token."""
+    """Compute the clipped sequence ratio times the advantage, at every token."""
     ratio = sequence_ratio(log_probs, old_log_probs, rows, level != "sequence_product")
     if level == "sequence_token":
         token_ratio = importance_ratio(log_probs, jax.lax.stop_gradient(log_probs))

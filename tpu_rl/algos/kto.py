@@ -29,9 +29,9 @@ from flax import struct
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
-from tpu_rl.algos.controllers import is_empty
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import masked, preference
+from tpu_rl.losses.controllers import is_empty
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.ranges import NotNegative, Positive
 from tpu_rl.train import packing

@@ -42,7 +42,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_from
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
@@ -55,7 +54,7 @@ from tpu_rl.losses.preference import (
     pair_scores,
     pair_weights,
 )
-from tpu_rl.losses.robust import Ball, conflict, worst_case_by_step
+from tpu_rl.losses.robust import RobustSettings, worst_case_by_step
 from tpu_rl.ranges import Count, NotNegative, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -73,7 +72,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(RobustSettings):
     """Rewards are in nats: a margin of 1 wins with probability sigmoid(1)."""
 
     pairs: Literal["given", "reference", "rated"] = "given"
@@ -97,20 +96,12 @@ class RewardModelConfig:
     centering_coef: NotNegative = 0.0
     """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero. Ratings need
     none, and have none."""
-    robust_radius: float = 0.0
-    """Total variation within which the worst weights of an optimizer step's pairs are used."""
-    robust_ball: Ball = "tv"
-    """Divergence that bounds the worst case; for kl and chi_square robust_radius is its
-    coefficient (see `tpu_rl/losses/robust.py`)."""
     worst_share: Share = 0.0
     """Share of the smallest member in the ensemble's score; the mean has the rest (BRME, arXiv
     2409.15360). 1 is the smallest member alone."""
 
     def __post_init__(self):
-        ranges.check(self)
-        problem = conflict(self.robust_radius, self.robust_ball)
-        if problem:
-            raise InputError(problem, where="--algorithm.robust-radius", fix="see --help-all")
+        super().__post_init__()
         if self.pairs == "rated" and (self.centering_coef or not self.margin_coef):
             raise InputError(
                 "ratings are learned as they are",

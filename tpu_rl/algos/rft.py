@@ -30,9 +30,9 @@ from typing import Literal
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import Acceptance, ExperienceSpec, RoleSpec
-from tpu_rl.algos.roles import moving_reference
 from tpu_rl.algos.sft import SftConfig, sft
 from tpu_rl.errors import InputError
+from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.ranges import Count, CountOrNone
 from tpu_rl.types import Algorithm, Roles, Sampling
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tpu_rl import data, models
 from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, SourceName
-from tpu_rl.algos import ALGORITHMS, controllers
+from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, fixed_settings
@@ -52,6 +52,7 @@ from tpu_rl.experience.replay import Replay
 from tpu_rl.experience.source import Memory, Source, StepExperience, with_memories
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
+from tpu_rl.losses.entropy import temperature_factor
 from tpu_rl.models import Select
 from tpu_rl.planner.expert_axis import expert_devices
 from tpu_rl.rewards import registry
@@ -412,7 +413,7 @@ def _source_of(
     source = rollouts.rollout_source(engine, stream, batch, rounds, chain, only_needed)
     if not adapts_temperature:
         return source
-    return rollouts.at_temperature(source, controllers.temperature_factor)
+    return rollouts.at_temperature(source, temperature_factor)
 
 
 def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:

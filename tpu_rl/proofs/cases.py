@@ -115,6 +115,6 @@ def case_of(factory: Callable[[Any, Roles, Any], Algorithm], config: Any) -> Cas
     spec = config.experience
     if spec.source in ("pairs", "scored_completions"):
         case = Case(factory, config, DATA[spec.source], tiny.PAIRS, "some actions", "either")
-        return case._replace(compares_in_rows=spec.source == "pairs")
+        return case._replace(compares_in_rows=True)
     data = with_baseline if spec.prompt_value is not None else DATA[spec.source]
     return Case(factory, config, data, reads="either")
