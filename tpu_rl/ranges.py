@@ -50,39 +50,46 @@ class ReadOnlyWith:
         value = _values(settings).get(self.other)
         if not _is_set(settings, name) or value in self.values:
             return None
-        values = " or ".join(map(str, self.values))
+        *first, last = map(str, self.values)
+        values = f"{', '.join(first)} or {last}" if first else last
         fix = f"use {flag(self.other)} {values}, or leave {flag(name)} out"
         return Problem(f"{name} is not read with {self.other} {value}", (self.other,), fix)
 
 
 class Needs:
-    """The setting may be set only if one of the other settings is on."""
+    """The setting may be set, or have the value `when`, only if one of the others is on."""
 
-    def __init__(self, *others: str, why: str = ""):
-        self.others, self.why = others, why
+    def __init__(self, *others: str, when: Any = None, why: str = ""):
+        self.others, self.when, self.why = others, when, why
 
     def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
-        """Find the setting `name` set while all others are off."""
-        if not _is_set(settings, name) or any(_is_on(settings, other) for other in self.others):
+        """Find the setting `name` without any of the others."""
+        applies = _is_set(settings, name) if self.when is None else _has(settings, name, self.when)
+        if not applies or any(_is_on(settings, other) for other in self.others):
             return None
+        setting = name if self.when is None else f"{name} {_values(settings)[name]}"
         fix = f"give {' or '.join(map(flag, self.others))}, too"
-        return Problem(f"{name} does nothing without {' or '.join(self.others)}", self.others, fix)
+        return Problem(
+            f"{setting} does nothing without {' or '.join(self.others)}", self.others, fix
+        )
 
 
 class Conflicts:
-    """The setting may not be on, or have the value `when`, while one of the others is on."""
+    """The setting may not be on, or have the value `when`, while one of the others is on.
+
+    `when` is one value, or a tuple of several.
+    """
 
     def __init__(self, *others: str, when: Any = None, why: str = ""):
         self.others, self.when, self.why = others, when, why
 
     def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
         """Find another setting that is on together with the setting `name`."""
-        value = _values(settings)[name]
-        applies = _is_on(settings, name) if self.when is None else value == self.when
+        applies = _is_on(settings, name) if self.when is None else _has(settings, name, self.when)
         on = tuple(other for other in self.others if applies and _is_on(settings, other))
         if not on:
             return None
-        setting = name if self.when is None else f"{name} {value}"
+        setting = name if self.when is None else f"{name} {_values(settings)[name]}"
         fix = f"leave {' and '.join(map(flag, on))} out, or change {flag(name)}"
         return Problem(f"{setting} does not go with {' and '.join(on)}", on, fix)
 
@@ -192,6 +199,12 @@ def _flag(flag: str, name: str) -> str:
 
 def _values(settings: Any) -> dict[str, Any]:
     return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+
+
+def _has(settings: Any, name: str, values: Any) -> bool:
+    """Say whether a setting has the value, or one of several."""
+    value = _values(settings)[name]
+    return value in values if isinstance(values, tuple) else value == values
 
 
 def _is_set(settings: Any, name: str) -> bool:

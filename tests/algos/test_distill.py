@@ -353,8 +353,11 @@ def test_each_row_has_its_own_teacher():
         ({"further_teachers": ("code",)}, "further-teachers"),
         ({"further_teachers": ("teacher=x",)}, "further-teachers"),
         ({"further_teachers": ("a=x", "a=y")}, "further-teachers"),
-        ({"further_teachers": ("a=x",), "off_policy": "teacher"}, "further-teachers"),
-        ({"teacher_column": "domain"}, "teacher-column"),
+        (
+            {"further_teachers": ("a=x",), "off_policy": "teacher"},
+            "off-policy, --algorithm.further-teachers",
+        ),
+        ({"teacher_column": "domain"}, "teacher-column, --algorithm.further-teachers"),
     ],
 )
 def test_teachers_that_rows_cannot_name_are_refused(settings, flag):

@@ -48,7 +48,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class DirectAdvantageConfig:
+class DirectAdvantageConfig(ranges.Checked):
     """Advantages are in units of reward."""
 
     beta: Positive = 0.1
@@ -57,9 +57,6 @@ class DirectAdvantageConfig:
     """Ids of the tokens that end a step. The last token of a completion always ends one."""
     reference_every: CountOrNone = 0
     """Optimizer steps after which the reference becomes the policy; 0 keeps the first one."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -52,7 +52,7 @@ LOSSES = {"kto": preference.kto, "apo_zero": preference.kto, "bco": preference.b
 
 
 @dataclass(frozen=True)
-class KtoConfig:
+class KtoConfig(ranges.Checked):
     """The default is KTO itself."""
 
     loss: Literal["kto", "bco", "apo_zero"] = "kto"
@@ -67,9 +67,6 @@ class KtoConfig:
     pairs: Literal["given", "reference"] = "given"
     """given: the data file has judged completions. reference: they are sampled from the reference
     and judged by --reward."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -59,7 +59,7 @@ from tpu_rl.losses.policy_batch import (
     learned_tokens,
     term_of,
 )
-from tpu_rl.ranges import Count, CountOrNone, NotNegative, Positive, ReadOnlyWith, Share
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, NotNegative, Positive, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -80,7 +80,25 @@ Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft", "replay",
 class MixedConfig(ClippedPolicyConfig):
     """GRPO's settings, and those of the solutions. Lengths are tokens."""
 
-    method: Method = "chord"
+    method: Annotated[
+        Method,
+        Conflicts(
+            "top_entropy_quantile",
+            when=("luffy", "visurf", "replay", "critique"),
+            why="the quantile would count the solutions and filter the policy's tokens alone",
+        ),
+        Conflicts(
+            "kl_reward_coef",
+            "credit",
+            when=("luffy", "visurf", "replay", "critique"),
+            why="the sampler has no log-probs of a solution, and a solution has no turns",
+        ),
+        Conflicts(
+            "pretraining_coef",
+            when="sasr",
+            why="it reads the gradient's norm of the solutions alone",
+        ),
+    ] = "chord"
     """Way to learn from the solutions; see the head of `tpu_rl/algos/mixed.py`."""
     column: Annotated[
         str,
@@ -129,20 +147,6 @@ class MixedConfig(ClippedPolicyConfig):
                 where="--algorithm.mu-valley, --algorithm.mu-peak",
                 fix="use a valley of at most the peak",
             )
-        if self._compares_solutions and self.top_entropy_quantile < 1:
-            raise InputError(
-                f"{self.method} learns from all tokens of a solution",
-                where="--algorithm.top-entropy-quantile",
-                why="the quantile would count the solutions and filter the policy's tokens alone",
-                fix="leave it out, or use --algorithm.method chord",
-            )
-        if self._compares_solutions and (self.kl_reward_coef or self.credit != "episode"):
-            raise InputError(
-                f"{self.method} compares solutions with whole completions by their rewards alone",
-                where="--algorithm.kl-reward-coef, --algorithm.credit",
-                why="the sampler has no log-probs of a solution, and a solution has no turns",
-                fix="use --algorithm.kl-loss-coef, or --algorithm.method chord",
-            )
         if self.method == "replay" and self.recomputes:
             raise InputError(
                 "replay compares with the policy that sampled",
@@ -156,14 +160,6 @@ class MixedConfig(ClippedPolicyConfig):
                 where="--algorithm.old-log-probs",
                 why="the sampler has no log-probs of a solution",
                 fix="use --algorithm.old-log-probs recomputed",
-            )
-
-        if self.method == "sasr" and self.pretraining_coef:
-            raise InputError(
-                "sasr reads the gradient's norm of the solutions alone",
-                where="--algorithm.pretraining-coef",
-                why="the texts would be in the same gradient",
-                fix="leave the texts out, or use --algorithm.method chord",
             )
 
     @property
