@@ -70,7 +70,7 @@ class Related:
         (
             {"target": 1.0},
             "target does nothing without coef or elsewhere",
-            "--a.target, --a.coef, --a.elsewhere",
+            "--a.target",
             "give --a.coef or --a.elsewhere, too",
         ),
         (

@@ -35,7 +35,7 @@ class Problem:
 
     what: str
     others: tuple[str, ...]
-    """Names of the other settings that take part."""
+    """Names of the other settings where the user has to look."""
     fix: str
 
 
@@ -69,9 +69,8 @@ class Needs:
             return None
         setting = name if self.when is None else f"{name} {_values(settings)[name]}"
         fix = f"give {' or '.join(map(flag, self.others))}, too"
-        return Problem(
-            f"{setting} does nothing without {' or '.join(self.others)}", self.others, fix
-        )
+        # The others are not there to be found, so that only the fix names them.
+        return Problem(f"{setting} does nothing without {' or '.join(self.others)}", (), fix)
 
 
 class Conflicts:

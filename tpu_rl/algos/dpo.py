@@ -147,8 +147,12 @@ class DpoConfig(RobustSettings):
         if matched and self.reference_free:
             return "reference_free", f"{matched[0]} needs a reference"
         options = {option for name in names for option in preference.PAIR_LOSSES[name].options}
-        for field, option in (("simpo_margin", "margin"), ("alpha_po", "alpha_po")):
-            if option not in options and getattr(self, field) != getattr(DpoConfig, field):
+        changed = {
+            ("simpo_margin", "margin"): self.simpo_margin != DpoConfig.simpo_margin,
+            ("alpha_po", "alpha_po"): self.alpha_po != DpoConfig.alpha_po,
+        }
+        for (field, option), is_set in changed.items():
+            if is_set and option not in options:
                 return field, f"{', '.join(names)} reads no {field}"
         # Label smoothing is for the losses of a sum that know it.
         knowing = [
