@@ -87,6 +87,11 @@ def index(methods: list[type]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def is_package(method: type) -> bool:
+    """Say whether a method is a folder of `tpu_rl/algos/`."""
+    return hasattr(sys.modules[method.__module__], "__path__")
+
+
 def page(method: type) -> str:
     """Return the page of a method."""
     name = module_name(method)
@@ -94,7 +99,7 @@ def page(method: type) -> str:
     parts = [
         # Without the backslash, the site takes the last # of "Q#" for the end of the heading.
         "# " + title(method).replace("#", "\\#"),
-        f"`tpu_rl/algos/{name}.py`",
+        f"`tpu_rl/algos/{name}{'/' if is_package(method) else '.py'}`",
         markdown(head(method)),
     ]
     papers = sorted(set(re.findall(r"\b\d{4}\.\d{5}\b", head(method))))

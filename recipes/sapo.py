@@ -10,7 +10,7 @@ GRPO with a soft gate in place of the clipped ratio r = policy / old policy of e
 The slope of the gate is 1 at r = 1, so the first update is that of GRPO, and it falls to 0 on both
 sides. tau is tau_negative where A is negative, and tau_positive elsewhere.
 
-`--algorithm surrogates` has it too, among others: see `tpu_rl/algos/surrogates.py`.
+`--algorithm surrogates` has it too, among others: see `tpu_rl/algos/surrogates/`.
 
 Deviations: the default weights are "token_mean", as in `algos/grpo.py`.
 """

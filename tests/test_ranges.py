@@ -10,7 +10,7 @@ from tests.fixtures.algorithm_cases import CASES
 from tpu_rl import ranges
 from tpu_rl.commands import run
 from tpu_rl.errors import InputError
-from tpu_rl.ranges import In
+from tpu_rl.ranges import Conflicts, In, Needs, ReadOnlyWith
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,58 @@ def test_a_number_outside_is_named_by_its_flag():
     for settings in (Settings(share=2.0), Settings(pair=(math.nan,)), Settings(plain=math.nan)):
         with pytest.raises(InputError):
             ranges.check(settings)
+
+
+@dataclass(frozen=True)
+class Related:
+    credit: str = "episode"
+    gamma: Annotated[ranges.Share, ReadOnlyWith("credit", "turn", "step", why="by turn")] = 1.0
+    coef: float = 0.0
+    target: Annotated[ranges.Positive | None, Needs("coef", "elsewhere")] = None
+    kind: Annotated[str, Conflicts("coef", when="plain", why="it has none")] = "usual"
+    free: Annotated[bool, Conflicts("coef"), Conflicts("credit")] = False
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "where", "fix"),
+    [
+        (
+            {"gamma": 0.5},
+            "gamma is not read with credit episode",
+            "--a.gamma, --a.credit",
+            "use --a.credit turn or step, or leave --a.gamma out",
+        ),
+        (
+            {"target": 1.0},
+            "target does nothing without coef or elsewhere",
+            "--a.target",
+            "give --a.coef or --a.elsewhere, too",
+        ),
+        (
+            {"kind": "plain", "coef": 0.1},
+            "kind plain does not go with coef",
+            "--a.kind, --a.coef",
+            "leave --a.coef out, or change --a.kind",
+        ),
+        (
+            {"free": True, "credit": "turn"},
+            "free does not go with credit",
+            "--a.free, --a.credit",
+            "leave --a.credit out, or change --a.free",
+        ),
+        ({"coef": 0.1, "target": -1.0}, "target is -1", "--a.target", "the default is None"),
+    ],
+    ids=["read only with", "needs", "conflicts when", "conflicts", "interval"],
+)
+def test_a_setting_that_does_not_go_with_others_is_named(settings, what, where, fix):
+    with pytest.raises(InputError) as error:
+        ranges.check(Related(**settings), "--a")
+    assert (error.value.what, error.value.where, error.value.fix) == (what, where, fix)
+
+
+def test_settings_that_go_together_are_taken():
+    ranges.check(Related(credit="turn", gamma=0.5, coef=0.1, target=1.0))
+    ranges.check(Related(kind="plain", credit="step", free=False))
 
 
 @pytest.mark.parametrize(

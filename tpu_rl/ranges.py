@@ -1,7 +1,16 @@
-"""Intervals of the numbers that settings may have.
+"""What settings may be: intervals of numbers, and settings that belong to others.
 
-lam: Share = 0.95
-clip: Annotated[float, In("(0, 1)")] | None = None
+Each is declared on its field, and `check` refuses what breaks it:
+
+    lam: Share = 0.95
+    clip: Annotated[float, In("(0, 1)")] | None = None
+    gamma: Annotated[Share, ReadOnlyWith("credit", "turn", why="it discounts turns")] = 1.0
+    kl_target: Annotated[Positive | None, Needs("kl_reward_coef", "kl_loss_coef")] = None
+    reference_free: Annotated[bool, Conflicts("reference_mix")] = False
+
+A setting is set if it is not its default. It is on if it is set and is neither None, nor False,
+nor 0, nor empty; if its default is None, any number is on. Settings that the dataclass does not
+have are off. A dataclass that inherits from `Checked` is checked whenever one is made.
 """
 
 from __future__ import annotations
@@ -11,9 +20,80 @@ import functools
 import math
 import re
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from tpu_rl.errors import InputError
+
+Flag = Callable[[str], str]
+"""Name of a setting -> its flag."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A setting that breaks what its field declares."""
+
+    what: str
+    others: tuple[str, ...]
+    """Names of the other settings where the user has to look."""
+    fix: str
+
+
+class ReadOnlyWith:
+    """The setting may be set only while another setting has one of these values."""
+
+    def __init__(self, other: str, *values: Any, why: str = ""):
+        self.other, self.values, self.why = other, values, why
+
+    def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
+        """Find the setting `name` set without that value."""
+        value = _values(settings).get(self.other)
+        if not _is_set(settings, name) or value in self.values:
+            return None
+        *first, last = map(str, self.values)
+        values = f"{', '.join(first)} or {last}" if first else last
+        fix = f"use {flag(self.other)} {values}, or leave {flag(name)} out"
+        return Problem(f"{name} is not read with {self.other} {value}", (self.other,), fix)
+
+
+class Needs:
+    """The setting may be set, or have the value `when`, only if one of the others is on."""
+
+    def __init__(self, *others: str, when: Any = None, why: str = ""):
+        self.others, self.when, self.why = others, when, why
+
+    def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
+        """Find the setting `name` without any of the others."""
+        applies = _is_set(settings, name) if self.when is None else _has(settings, name, self.when)
+        if not applies or any(_is_on(settings, other) for other in self.others):
+            return None
+        setting = name if self.when is None else f"{name} {_values(settings)[name]}"
+        fix = f"give {' or '.join(map(flag, self.others))}, too"
+        # The others are not there to be found, so that only the fix names them.
+        return Problem(f"{setting} does nothing without {' or '.join(self.others)}", (), fix)
+
+
+class Conflicts:
+    """The setting may not be on, or have the value `when`, while one of the others is on.
+
+    `when` is one value, or a tuple of several.
+    """
+
+    def __init__(self, *others: str, when: Any = None, why: str = ""):
+        self.others, self.when, self.why = others, when, why
+
+    def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
+        """Find another setting that is on together with the setting `name`."""
+        applies = _is_on(settings, name) if self.when is None else _has(settings, name, self.when)
+        on = tuple(other for other in self.others if applies and _is_on(settings, other))
+        if not on:
+            return None
+        setting = name if self.when is None else f"{name} {_values(settings)[name]}"
+        fix = f"leave {' and '.join(map(flag, on))} out, or change {flag(name)}"
+        return Problem(f"{setting} does not go with {' and '.join(on)}", on, fix)
+
+
+Relation = ReadOnlyWith | Needs | Conflicts
 
 
 class In:
@@ -54,18 +134,20 @@ ANY = In("[-inf, inf]")
 
 
 def check(settings: Any, flag: str = "--algorithm") -> None:
-    """Check each number of a dataclass against its interval.
+    """Check the settings of a dataclass against what their fields declare.
 
     Args:
         settings: the dataclass. A field without an interval may have any number but NaN.
         flag: the beginning of the names of its flags.
 
     Raises:
-        InputError: for the first number that is not in its interval, by the name of its flag.
+        InputError: for the first number that is not in its interval, or the first setting that
+          breaks a relation to another, by the names of their flags.
     """
+    declared = _declared(type(settings))
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        interval = _intervals(type(settings)).get(field.name, ANY)
+        interval = next((x for x in declared[field.name] if isinstance(x, In)), ANY)
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             if not isinstance(number, int | float) or number in interval:
@@ -78,10 +160,30 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
                 why=f"it must be {finite}{interval}",
                 fix=f"the default is {field.default}" if known else "give another number",
             )
+    flag_of = functools.partial(_flag, flag)
+    for name, metadata in declared.items():
+        for relation in metadata:
+            if isinstance(relation, In):
+                continue
+            problem = relation.problem(settings, name, flag_of)
+            if problem is not None:
+                where = ", ".join(map(flag_of, (name, *problem.others)))
+                raise InputError(problem.what, where=where, why=relation.why, fix=problem.fix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Settings of an algorithm, checked when they are made.
+
+    A subclass with checks of its own calls `super().__post_init__()` first.
+    """
+
+    def __post_init__(self):
+        check(self)
 
 
 def check_all(settings: Any, flag: str = "--") -> None:
-    """Check each number of a dataclass and of the dataclasses that its fields hold, as `check`."""
+    """Check a dataclass and the dataclasses that its fields hold, as `check` does."""
     check(settings, flag)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -94,12 +196,45 @@ def _flag(flag: str, name: str) -> str:
     return f"{flag}{'' if flag == '--' else '.'}{name.replace('_', '-')}"
 
 
+def _values(settings: Any) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+
+
+def _has(settings: Any, name: str, values: Any) -> bool:
+    """Say whether a setting has the value, or one of several."""
+    value = _values(settings)[name]
+    return value in values if isinstance(values, tuple) else value == values
+
+
+def _is_set(settings: Any, name: str) -> bool:
+    """Say whether the dataclass has the setting, and not at its default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    return name in defaults and _values(settings)[name] != defaults[name]
+
+
+def _is_on(settings: Any, name: str) -> bool:
+    if not _is_set(settings, name):
+        return False
+    value = _values(settings)[name]
+    has_default = any(
+        f.name == name and f.default is not None for f in dataclasses.fields(settings)
+    )
+    return bool(value) if has_default else value is not None
+
+
 @functools.cache
-def _intervals(kind: type) -> dict[str, In]:
-    """Return the interval of each field of a dataclass that has one."""
-    result = {}
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        for option in (hint, *typing.get_args(hint)):
-            found = [x for x in getattr(option, "__metadata__", ()) if isinstance(x, In)]
-            result.update(dict.fromkeys([name] * bool(found), *found))
-    return result
+def _declared(kind: type) -> dict[str, list[In | Relation]]:
+    """List the intervals and relations of each field of a dataclass."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        field.name: [x for x in _metadata(hints[field.name]) if isinstance(x, In | Relation)]
+        for field in dataclasses.fields(kind)
+    }
+
+
+def _metadata(hint: Any) -> list[Any]:
+    """List the metadata of a type and of the types in it, the outermost first."""
+    if typing.get_origin(hint) is Annotated:
+        inner, *own = typing.get_args(hint)
+        return [*own, *_metadata(inner)]
+    return [x for option in typing.get_args(hint) for x in _metadata(option)]

@@ -581,6 +581,9 @@ class Algorithm(NamedTuple):
     after_update: Callable[[Params, Any, dict[str, Array]], tuple[Params, Any]] = unchanged
     """(params, state, reduced metrics) -> (params, state), after each optimizer step: controllers,
     EMA references."""
+    stops_gradient: bool = False
+    """The loss stops gradients on purpose, so that they are not its finite differences. Only the
+    proofs read this: they fail such a loss whose gradient is its finite differences."""
 
 
 class Probe(NamedTuple):

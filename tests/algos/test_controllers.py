@@ -3,17 +3,11 @@
 import jax.numpy as jnp
 import pytest
 
-from tpu_rl.algos.controllers import (
-    entropy_controller,
-    kl_controllers,
-    stagnation_controller,
-    temperature_controller,
-    temperature_factor,
-    with_return,
-)
 from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
-from tpu_rl.losses.reference_kl import ReferenceKl
+from tpu_rl.losses.controllers import moving_reference
+from tpu_rl.losses.entropy import entropy_controller, temperature_controller, temperature_factor
+from tpu_rl.losses.reference_kl import kl_scale_controller, stagnation_controller, with_return
 from tpu_rl.proofs import tiny
 from tpu_rl.train import update_step
 from tpu_rl.types import Sampling
@@ -22,7 +16,7 @@ from tpu_rl.types import Sampling
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_coefficients_move_only_in_steps_that_learn(is_empty):
     empty = {"optim/empty": jnp.float32(is_empty)}
-    init, update = kl_controllers(ReferenceKl(kl_loss_coef=0.1, kl_target=0.5))["kl_scale"]
+    init, update = kl_scale_controller(0.5, 100.0)
     metrics = empty | {"policy/kl_completion": jnp.float32(5.0)}
     assert (update({}, init({}), metrics)[1] != 1.0) == (not is_empty)
     init, update = entropy_controller(0.1, target=2.0, delta=0.01, largest=1.0)
@@ -45,7 +39,6 @@ def test_the_temperature_follows_the_entropy():
         factor = update({}, factor, {"policy/entropy": jnp.float32(9.0)})[1]
     assert float(factor) == pytest.approx(0.1)
     assert temperature_factor({"temperature": 2.0}) == 2.0
-    assert temperature_factor({"base": {"temperature": 3.0}, "mixing": 1.0}) == 3.0
 
 
 def test_a_batch_is_learned_at_the_temperature_of_its_state():
@@ -74,8 +67,7 @@ def test_a_batch_is_learned_at_the_temperature_of_its_state():
 
 def test_a_reset_counts_all_steps():
     """Rounds and schedules go by the steps of the run."""
-    config = ReferenceKl(kl_loss_coef=0.1, reference_reset_every=2)
-    init, update = kl_controllers(config)["reference"]
+    init, update = moving_reference(2)
     params = {"policy": jnp.ones(2), "reference": jnp.zeros(2)}
     empty = {"optim/empty": jnp.float32(1.0)}
     params, count = update(params, init(params), empty)

@@ -6,7 +6,7 @@ loss_type, importance_sampling_level, epsilon and epsilon_high. verl's numbers a
 0.9.1, of the functions of `core_algos` with the same arrays.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -19,21 +19,16 @@ import pytest
 
 from tpu_rl.algos.cispo import CispoConfig, cispo_surrogate
 from tpu_rl.algos.gspo import GspoConfig, gspo_surrogate, sequence_ratio
-from tpu_rl.algos.surrogates import (
-    SURROGATES,
-    SurrogateName,
-    SurrogatesConfig,
-    covariances,
-    drawn_by_covariance,
-    largest,
-    scaled_and_filtered,
-)
+from tpu_rl.algos.surrogates import SURROGATES, SurrogateName, SurrogatesConfig
+from tpu_rl.algos.surrogates.covariance import covariances, drawn_by_covariance, largest
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
+from tpu_rl.losses.entropy import top_entropy, top_entropy_tokens
 from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.losses.policy_batch import PolicyBatch, top_entropy
+from tpu_rl.losses.policy_batch import Part, PolicyBatch
 from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
-from tpu_rl.losses.sampler_correction import SamplerCorrection, importance_weights
+from tpu_rl.losses.reference_kl import ReferenceKl, kl_to_reference
+from tpu_rl.losses.sampler_correction import SamplerCorrection, correction, importance_weights
 from tpu_rl.types import Metrics, PackedRows
 
 # Three completions, of four, three and two tokens.
@@ -81,15 +76,15 @@ def loss_and_gradient(
     advantages: np.ndarray,
     weighting: masked.Weighting,
     changes: Mapping[str, Any] = MappingProxyType({}),
-    **settings: Any,
+    parts: Sequence[Part] = (),
 ) -> tuple[float, list[list[float]], Metrics]:
     """Return the loss, its gradient for each completion's log-probs, and the metrics, with changes
-    of the batch and settings of the loss."""
+    of the batch and parts of the loss."""
     batch = replace(batch_of(advantages, weighting), **changes)
 
     def loss(log_probs: jax.Array) -> tuple[jax.Array, Metrics]:
         policy = TokenLogProbs(log_probs, jnp.zeros_like(log_probs))
-        return policy_loss(policy, batch, surrogate, **settings)
+        return policy_loss(policy, batch, surrogate, parts)
 
     # Prompt and padding hold numbers that must not matter.
     log_probs = packed(LOG_PROBS, fill=-7.0)
@@ -175,19 +170,21 @@ def test_corrections_and_masks_have_trls_loss_and_gradient(
         importance_sampling_mode=mode,
         importance_sampling_cap=cap,
         importance_sampling_floor=floor,
+        off_policy_mask_threshold=threshold,
     )
+    parts = [correction(config)]
     actions = jnp.asarray(MASK)
     log_ratio = jnp.asarray(OLD_LOG_PROBS - SAMPLER_LOG_PROBS)
     importance, _ = importance_weights(config, log_ratio, actions)
     changes = {
         "importance": packed(np.asarray(importance)),
         "sampler_log_probs": packed(SAMPLER_LOG_PROBS),
-        "off_policy_mask_threshold": threshold,
     }
     if share < 1:
         high = top_entropy(jnp.asarray(ENTROPY), actions, share)
         changes["high_entropy"] = packed(np.asarray(high))
-    loss, gradient, _ = loss_and_gradient(GRPO, ADVANTAGES, masked.token_mean, changes)
+        parts.append(top_entropy_tokens(share))
+    loss, gradient, _ = loss_and_gradient(GRPO, ADVANTAGES, masked.token_mean, changes, parts)
     assert loss == pytest.approx(expected_loss)
     check(gradient, [expected_gradient])
 
@@ -232,9 +229,8 @@ def test_the_kl_in_the_loss_has_trls_value_and_gradient(
 ):
     """loss_type dapo, beta 0.1, with and without use_bias_correction_kl."""
     changes = {"reference_log_probs": packed(REFERENCE_LOG_PROBS)}
-    loss, gradient, _ = loss_and_gradient(
-        GRPO, ADVANTAGES, masked.token_mean, changes, kl_coef=0.1, kl_estimator=estimator
-    )
+    kl = kl_to_reference(ReferenceKl(kl_loss_coef=0.1, kl_estimator=estimator), reference=None)
+    loss, gradient, _ = loss_and_gradient(GRPO, ADVANTAGES, masked.token_mean, changes, [kl])
     assert loss == pytest.approx(expected_loss)
     check(gradient, [expected_gradient])
 
@@ -511,10 +507,13 @@ def test_scales_and_filters_of_advantages():
         episode_id=None,
     )
     layout = SimpleNamespace(pack=lambda x: packed(np.asarray(x))[None, None])
+    draft = SimpleNamespace(rollout=rollout, layout=layout)
 
     def result(**settings: float) -> list[float]:
-        values = scaled_and_filtered(SurrogatesConfig(**settings), one_step(), rollout, layout)
-        return np.asarray(values).reshape(-1)[1:-1].tolist()
+        batch = one_step()
+        for part in SurrogatesConfig(**settings).parts({}):
+            batch = batch if part.batch is None else part.batch(batch, draft, None)
+        return np.asarray(batch.advantages).reshape(-1)[1:-1].tolist()
 
     plain = [1.5] * 4 + [-0.8] * 3 + [0.6] * 2
     assert result() == plain
@@ -532,8 +531,8 @@ def test_scales_and_filters_of_advantages():
 
 
 def test_a_setting_that_the_surrogate_does_not_read_is_refused():
-    with pytest.raises(InputError, match=r"sapo does not read beta, clip_low"):
-        SurrogatesConfig(surrogate="sapo", clip_low=0.2, beta=1.0)
+    with pytest.raises(InputError, match="beta is not read with surrogate sapo"):
+        SurrogatesConfig(surrogate="sapo", beta=1.0)
 
 
 def test_gpg_learns_from_the_latest_policy_alone():

@@ -46,7 +46,7 @@ def test_an_exception_is_a_failed_proof(tmp_path, capsys):
     [
         (["grop"], "did you mean grpo?"),
         (["missing.py:factory"], "no such algorithm file"),
-        (["grpo", "--gamma", "0.5"], "gamma 0.5 discounts turns"),
+        (["grpo", "--gamma", "0.5"], "gamma is not read with credit episode"),
         (["grpo", "--no-such-setting", "1"], "no-such-setting"),
         (["grpo", "--skip", "everything"], "everything"),
     ],

@@ -99,7 +99,7 @@ MISFITS = {
     ),
     "optimism about no one": (
         ["arithmetic_dpo", "--algorithm.optimism-coef", "0.1"],
-        "--algorithm.optimism-coef",
+        "--algorithm.optimism-coef, --algorithm.pairs",
     ),
     "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
     "groups of one never differ": (

@@ -43,8 +43,6 @@ def plain(name: str, p: np.ndarray, q: np.ndarray) -> float:
         "jsd 0.5": 0.5 * kl(p, half) + 0.5 * kl(q, half),
         "jsd 0.3": 0.3 * kl(p, third) + 0.7 * kl(q, third),
         "tvd": max(sum(p[list(s)]) - sum(q[list(s)]) for s in subsets(len(p))),
-        "renyi 2.5": np.log(np.sum(p**2.5 * q**-1.5)) / 1.5,
-        "renyi 1": kl(p, q),
     }[name]
 
 
@@ -58,8 +56,6 @@ MEASURES = {
     "jsd 0.5": lambda p, q: divergences.jensen_shannon(q, p, 0.5),
     "jsd 0.3": lambda p, q: divergences.jensen_shannon(q, p, 0.3),
     "tvd": divergences.total_variation,
-    "renyi 2.5": lambda p, q: divergences.renyi(p, q, 2.5),
-    "renyi 1": lambda p, q: divergences.renyi(p, q, 1),
 }
 every_measure = pytest.mark.parametrize("name", MEASURES)
 
@@ -80,8 +76,6 @@ def test_hand_values(name, value):
 
 
 def test_more_hand_values():
-    # sum P^2 / Q = 1 + 1/4 + 1/8
-    np.testing.assert_allclose(divergences.renyi(P, Q, 2), np.log(1.375), rtol=1e-12)
     np.testing.assert_allclose(divergences.total_variation(P, Q, half=False), 0.5, rtol=1e-12)
     # {0} and the rest: (1/2, 1/2) against (1/4, 3/4).
     coarse = [divergences.coarsen(z, np.array([0])) for z in (P, Q)]
@@ -236,16 +230,13 @@ def test_the_authors_scale_is_half_the_formulas():
     )
 
 
-def test_an_extrapolation_is_a_geometric_mixture_with_the_renyi_divergence_as_its_normalizer():
+def test_an_extrapolation_is_a_geometric_mixture():
     p, q = random_logits(5, 7)
     for a in (0.0, 0.5, 1.0, 3.0):
         z = teachers.extrapolation(p, q, jnp.full(5, a))
         unnormalized = softmax(p) ** a * softmax(q) ** (1 - a)
         partition = unnormalized.sum(-1)
         np.testing.assert_allclose(jax.nn.softmax(z), unnormalized / partition[:, None], rtol=1e-9)
-        np.testing.assert_allclose(
-            (a - 1) * divergences.renyi(p, q, a), np.log(partition), atol=1e-10
-        )
 
 
 def test_paddings_of_the_vocabulary_are_cut_to_the_shorter():

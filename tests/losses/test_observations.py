@@ -10,7 +10,8 @@ import pytest
 from tpu_rl.algos import GrpoConfig, PpoConfig, grpo, ppo
 from tpu_rl.commands import config
 from tpu_rl.errors import InputError
-from tpu_rl.losses.observations import ObservationLoss, observation_terms, observed
+from tpu_rl.losses.observations import ObservationLoss, observation_loss, observed
+from tpu_rl.losses.policy_batch import begin
 from tpu_rl.proofs import cases, tiny
 from tpu_rl.train import update_step
 from tpu_rl.types import RowSource
@@ -41,14 +42,17 @@ def test_observations_stand_between_actions_and_count_once():
 
 def test_weights_add_up_to_the_coefficient():
     data = cases.off_policy()
-    term = observation_terms(ObservationLoss(observation_coef=0.3))["observation"]
-    weights = term.weights(data, tiny.experience(data).layout)
+    part = observation_loss(0.3)
+    draft = begin(tiny.experience(data), {}, tiny.role(cases.MODEL, "policy"), 1.0)
+    batch = part.batch(draft.pack(draft.rewards), draft, None)
+    weights = draft.layout.unpack(batch.weights["observation"])
     assert float(weights.sum()) == pytest.approx(0.3)
     assert np.array_equal(weights > 0, observed(data))
-    assert observation_terms(ObservationLoss()) == {}
-    pictures = tiny.experience(data).layout.replace(images=jnp.zeros(()))
+    assert batch.rows.actions is None
+    assert ObservationLoss().observation_parts() == ()
+    pictures = draft._replace(layout=draft.layout.replace(images=jnp.zeros(())))
     with pytest.raises(InputError, match="images cannot be predicted"):
-        term.weights(data, pictures)
+        part.batch(batch, pictures, None)
 
 
 def test_single_turns_have_no_observations():

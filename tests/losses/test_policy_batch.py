@@ -1,4 +1,4 @@
-"""Parts of the batch that policy-gradient methods learn from."""
+"""Parts that change the returns, the advantages and the entropy of a batch."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 
 from tpu_rl.algos import GrpoConfig, grpo
-from tpu_rl.algos.controllers import applied_entropy_coef
 from tpu_rl.errors import InputError
 from tpu_rl.losses.advantages import leave_one_out
-from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.losses.policy_batch import (
-    PolicyBatch,
-    RunningReturns,
-    clipped_return_change,
-    normalized_advantages,
-    normalized_rewards,
+from tpu_rl.losses.credit import normalized_advantages
+from tpu_rl.losses.entropy import (
+    applied_entropy_coef,
+    entropy_target,
     top_entropy,
+    top_entropy_tokens,
 )
+from tpu_rl.losses.log_probs import TokenLogProbs
+from tpu_rl.losses.policy_batch import PolicyBatch
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.losses.reference_kl import ReferenceKl, kl_to_reference
+from tpu_rl.losses.returns import RunningReturns, clipped_return_change, normalized_rewards
 from tpu_rl.proofs import tiny
 from tpu_rl.types import PackedRows
 
@@ -71,7 +72,13 @@ def test_the_loss_has_the_top_tokens_and_the_adapted_bonus_by_hand():
     )
     policy = TokenLogProbs(zeros, jnp.array([[0.6, 0.7, 0.8]]))
     surrogate = partial(clipped_surrogate, clip_low=0.2, clip_high=0.2)
-    loss, metrics = policy_loss(policy, batch, surrogate, kl_coef=0.1, kl_estimator="k2")
+    kl = ReferenceKl(kl_loss_coef=0.1, kl_estimator="k2")
+    parts = [
+        top_entropy_tokens(0.5),
+        entropy_target(0.5, 0.2, 0.01, 1.0),
+        kl_to_reference(kl, reference=None),
+    ]
+    loss, metrics = policy_loss(policy, batch, surrogate, parts)
     # k2 of a log-ratio of 1 is 1/2, at both tokens.
     expected = -0.5 * 1.0 - 0.2 * 0.5 * 0.6 + 0.1 * 3 * 0.5
     assert float(loss) == pytest.approx(expected)

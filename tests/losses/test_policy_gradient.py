@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tpu_rl.losses import masked
+from tpu_rl.losses.entropy import entropy_bonus
 from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.losses.policy_batch import PolicyBatch
+from tpu_rl.losses.policy_batch import Part, PolicyBatch
 from tpu_rl.losses.policy_gradient import (
     Surrogate,
     clipped_loss,
@@ -19,8 +20,8 @@ from tpu_rl.losses.policy_gradient import (
     importance_ratio,
     policy_loss,
     policy_metrics,
-    reference_metrics,
 )
+from tpu_rl.losses.reference_kl import ReferenceKl, kl_to_reference, reference_metrics
 from tpu_rl.losses.sampler_correction import SamplerCorrection, importance_weights
 from tpu_rl.types import PackedRows
 
@@ -108,6 +109,10 @@ def test_dividing_by_length_lengthens_wrong_answers_and_a_constant_does_not():
 # --- parts that algorithms share ---
 
 
+def kl_part(coef: float) -> Part:
+    return kl_to_reference(ReferenceKl(kl_loss_coef=coef), reference=None)
+
+
 @pytest.mark.slow
 def test_importance_weights_make_expectations_those_of_the_old_policy():
     """A bandit of five arms, sampled from its three likeliest ones and a uniform part: the gradient
@@ -164,7 +169,7 @@ def test_the_kl_to_the_reference_is_the_old_policys_whatever_drew():
             rows, weights, ids >= 0, zeros, old[None], reference[None], importance[None], None
         )
         token_log_probs = TokenLogProbs(jax.nn.log_softmax(logits)[None], zeros)
-        return policy_loss(token_log_probs, batch, CLIPPED, kl_coef=1.0)[0]
+        return policy_loss(token_log_probs, batch, CLIPPED, [kl_part(1.0)])[0]
 
     def exact(logits):
         policy = jax.nn.log_softmax(logits)
@@ -226,7 +231,7 @@ def test_policy_loss_by_hand():
     )
     token_log_probs = TokenLogProbs(log_probs, entropy)
     surrogate = partial(clipped_surrogate, clip_low=0.25, clip_high=0.3)
-    value, metrics = policy_loss(token_log_probs, batch, surrogate, entropy_coef=0.1)
+    value, metrics = policy_loss(token_log_probs, batch, surrogate, [entropy_bonus(0.1)])
     assert float(value) == pytest.approx(0.25 * (-2.2 - 0.06) + 0.5 * (-1.3 - 0.07))
     assert float(metrics["policy/loss"].weight) == 0.75
     assert float(metrics["policy/entropy"].value) == pytest.approx(2.1)
@@ -236,12 +241,12 @@ def test_policy_loss_by_hand():
     k3 = (
         0.5 - 1 - np.log(0.5)
     )  # of the second token, whose ratio is 2; the first is where the reference is
-    assert float(policy_loss(token_log_probs, near, surrogate, kl_coef=0.7)[0]) == pytest.approx(
+    assert float(policy_loss(token_log_probs, near, surrogate, [kl_part(0.7)])[0]) == pytest.approx(
         0.25 * -2.2 + 0.5 * -1.3 + 0.7 * 0.5 * 2 * k3
     )
     scaled = near.replace(weights=weights | {"kl": 3 * weights["policy"]})
     gained = (
-        policy_loss(token_log_probs, scaled, surrogate, kl_coef=0.7)[0]
+        policy_loss(token_log_probs, scaled, surrogate, [kl_part(0.7)])[0]
         - policy_loss(token_log_probs, near, surrogate)[0]
     )
     assert float(gained) == pytest.approx(3 * 0.7 * 0.5 * 2 * k3)

@@ -7,8 +7,13 @@ import pytest
 
 from tpu_rl.algos import GrpoConfig, PpoConfig, ReinforceConfig, grpo, reinforce
 from tpu_rl.errors import InputError
-from tpu_rl.losses.policy_batch import reference_penalty
-from tpu_rl.losses.reference_kl import ReferenceKl, adapted_kl_scale, kl_estimate, kl_loss
+from tpu_rl.losses.reference_kl import (
+    ReferenceKl,
+    adapted_kl_scale,
+    kl_estimate,
+    kl_loss,
+    reference_penalty,
+)
 from tpu_rl.proofs import tiny
 
 LOGITS = jnp.array([0.3, -1.2, 0.8, 0.0])

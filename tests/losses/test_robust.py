@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_rl.errors import InputError
 from tpu_rl.losses import robust
 
 
@@ -47,5 +48,6 @@ def test_rows_of_an_episode_count_once():
 
 @pytest.mark.parametrize(("radius", "ball"), [(-0.1, "tv"), (1.5, "tv"), (0.0, "kl")])
 def test_settings_that_do_not_go_together_are_named(radius, ball):
-    assert robust.conflict(radius, ball)
-    assert not robust.conflict(0.5, ball)
+    with pytest.raises(InputError, match="robust"):
+        robust.RobustSettings(robust_radius=radius, robust_ball=ball)
+    robust.RobustSettings(robust_radius=0.5, robust_ball=ball)

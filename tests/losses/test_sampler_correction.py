@@ -15,10 +15,14 @@ import pytest
 
 from tpu_rl.algos import AStarPoConfig, GrpoConfig, MiniLlmConfig, PpoConfig, ReinforceConfig
 from tpu_rl.errors import InputError
-from tpu_rl.losses.log_probs import TokenLogProbs
 from tpu_rl.losses.policy_batch import PolicyBatch
-from tpu_rl.losses.policy_gradient import corrected_losses
-from tpu_rl.losses.sampler_correction import SamplerCorrection, correct, importance_weights, is_near
+from tpu_rl.losses.sampler_correction import (
+    SamplerCorrection,
+    correct,
+    corrected_losses,
+    importance_weights,
+    is_near,
+)
 from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
 from tpu_rl.types import PackedRows
@@ -131,9 +135,9 @@ def test_the_off_policy_mask_is_trls(threshold, kept):
         reference_log_probs=None,
         importance=None,
         sampler_log_probs=jnp.asarray(SAMPLER[MASK])[None],
-        off_policy_mask_threshold=threshold,
     )
-    losses, metrics = corrected_losses(jnp.ones(ids.shape), jnp.asarray(OLD[MASK])[None], batch)
+    log_probs = jnp.asarray(OLD[MASK])[None]
+    losses, metrics = corrected_losses(jnp.ones(ids.shape), log_probs, batch, threshold)
     expected = np.array([digit == "1" for digit in kept])[np.asarray(ids[0]) - 1]
     np.testing.assert_array_equal(losses[0], expected)
     assert float(metrics["policy/off_policy_masked"].value) == (~expected).sum()
@@ -148,8 +152,8 @@ def corrected_rollout(config: SamplerCorrection):
         np.asarray(mask), np.asarray(rollout.group_id), row_length=64, micro_batch_rows=2
     )
     trainer = layout.pack(jnp.where(mask, rollout.log_probs + 0.3, 0.0))
-    recomputed = TokenLogProbs(trainer, trainer) if config.recomputes else None
-    return rollout, correct(config, rollout, layout, mask, recomputed)
+    old = trainer if config.recomputes else None
+    return rollout, correct(config, rollout, layout, mask, old)
 
 
 def test_a_cap_corrects_for_a_sampler_that_rounds():
@@ -158,9 +162,9 @@ def test_a_cap_corrects_for_a_sampler_that_rounds():
     learned = np.asarray(rollout.action_mask)
     np.testing.assert_allclose(found.importance[learned], np.exp(0.3), rtol=1e-6)
     assert not found.capped.any()
-    assert found.old_log_probs is not None
     _, without = corrected_rollout(GrpoConfig())
-    assert without.importance is without.old_log_probs is None
+    assert without.importance is None
+    assert GrpoConfig().correction_parts() == ()
     _, of_tokens_left_out = corrected_rollout(
         GrpoConfig(importance_sampling_cap=2.0, old_log_probs="sampler")
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_rl.losses import advantages, policy_batch
+from tpu_rl.losses import advantages, credit, returns
 from tpu_rl.losses.advantages import (
     batch_scaled,
     group_centered,
@@ -65,10 +65,10 @@ def test_the_overlong_penalty_counts_observations_and_whole_episodes():
         truncated=jnp.array([False, True, False, False]),
         episode_id=jnp.array([5, 6, 8, 8]),
     )
-    penalty = policy_batch.overlong_penalty(rollout, 8, 4)
+    penalty = returns.overlong_penalty(rollout, 8, 4)
     np.testing.assert_allclose(penalty, [-0.25, -1, 0, -0.75])
     alone = replace(rollout, episode_id=None)
-    np.testing.assert_allclose(policy_batch.overlong_penalty(alone, 8, 4), [-0.25, -1, 0, 0])
+    np.testing.assert_allclose(returns.overlong_penalty(alone, 8, 4), [-0.25, -1, 0, 0])
 
 
 def test_turns_of_one_token_are_tokens():
@@ -251,9 +251,7 @@ def test_an_episode_counts_once_however_many_rows_it_has(advantage, credit):
 
     def credited(data):
         returns = jnp.where(data.action_mask, data.rewards, 0.0).sum(-1)
-        return policy_batch.credited_advantages(
-            data, data.rewards, returns, advantage, credit, 0.9, 1.0
-        )
+        return credit.credited_advantages(data, data.rewards, returns, advantage, credit, 0.9, 1.0)
 
     expected = jnp.where(split.action_mask, credited(rollout)[rows], 0.0)
     assert np.abs(expected).max() > 0.1
@@ -285,9 +283,9 @@ def test_compared_turns_are_those_with_others_of_their_kind():
         action_mask=mask,
         rewards=rewards,
     )
-    assert policy_batch.compared_turns(rollout, "episode") is None
-    by_turn = policy_batch.compared_turns(rollout, "turn")
-    by_state = policy_batch.compared_turns(rollout, "step")
+    assert credit.compared_turns(rollout, "episode") is None
+    by_turn = credit.compared_turns(rollout, "turn")
+    by_state = credit.compared_turns(rollout, "step")
     np.testing.assert_array_equal(by_turn, mask & (jnp.arange(6) != 5)[None])
     np.testing.assert_array_equal(by_state, mask.at[3].set(False))
 
@@ -303,15 +301,15 @@ def test_padding_rows_count_nothing():
         }
     )
     padded = replace(padded, action_mask=padded.action_mask.at[3].set(False))
-    for credit in ("episode", "turn"):
+    for unit in ("episode", "turn"):
         results = [
             np.asarray(
-                policy_batch.credited_advantages(
+                credit.credited_advantages(
                     data,
                     data.rewards,
                     jnp.where(data.action_mask, data.rewards, 0.0).sum(-1),
                     group_scaled,
-                    credit,
+                    unit,
                     0.9,
                     1.0,
                 )

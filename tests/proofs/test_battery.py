@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from tpu_rl.algos import ALGORITHMS, NAMES, GrpoConfig, grpo
+from tpu_rl.algos.grpo import group_policy_gradient
+from tpu_rl.losses import masked
+from tpu_rl.losses.policy_gradient import Surrogate
 from tpu_rl.proofs import PROOFS, Battery, case_of
 from tpu_rl.types import Algorithm, Experience, Roles, Sampling
 
@@ -54,6 +57,19 @@ def everything_learned(config: GrpoConfig, roles: Roles, sampling: Sampling) -> 
     return algorithm._replace(make_batch=make_batch)
 
 
+def lengths_of_the_group(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
+    """Build GSPO whose mean of log-ratios is over the completions of the prompt together."""
+
+    def surrogate(log_probs: Any, old_log_probs: Any, advantages: Any, rows: Any) -> Surrogate:
+        ratio = log_probs - old_log_probs
+        actions = jnp.where(rows.sequence_ids > 0, 1.0, 0.0)
+        length = masked.sequence_total(actions, rows.segment_ids)
+        mean = masked.sequence_total(ratio, rows.sequence_ids) / jnp.maximum(length, 1.0)
+        return Surrogate(-jnp.exp(mean) * advantages, jnp.exp(mean))
+
+    return group_policy_gradient(config, roles, sampling, surrogate)
+
+
 def reference_that_moves(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     def after_update(params: Any, state: Any, metrics: Any) -> Any:
         del metrics
@@ -69,10 +85,11 @@ def reference_that_moves(config: GrpoConfig, roles: Roles, sampling: Sampling) -
     [
         (with_data(rewards_that_add_masked_ones), "mask", "the action mask: .* the loss is"),
         (with_data(rewards_by_place), "order", "the order of groups: .* the loss is"),
+        (lengths_of_the_group, "alone", "completions alone: .* the loss is"),
         (everything_learned, "learned", "learned tokens: .* no actions have a weight"),
         (reference_that_moves, "bits", "roles: .* frozen role reference moves"),
     ],
-    ids=["mask", "order", "learned", "bits"],
+    ids=["mask", "order", "alone", "learned", "bits"],
 )
 def test_what_breaks_the_contract_is_noticed(factory, proof, contract):
     with pytest.raises(AssertionError, match=contract):

@@ -19,41 +19,20 @@ temperature.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue, RoleSpec
+from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
-from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.losses.policy_batch import (
-    PolicyBatch,
-    corrected,
-    learned_tokens,
-    pack_policy_batch,
-)
-from tpu_rl.losses.policy_gradient import (
-    Surrogate,
-    corrected_losses,
-    importance_ratio,
-    policy_metrics,
-    reference_metrics,
-    token_metrics,
-)
+from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch
+from tpu_rl.losses.policy_gradient import unclipped
+from tpu_rl.losses.reference_kl import ReferenceKl, kl_to_reference
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.ranges import Count, Positive
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    Sampling,
-    Sum,
-)
+from tpu_rl.types import Algorithm, Array, Metrics, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -81,9 +60,9 @@ class AStarPoConfig(SamplerCorrection):
 def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build A*-PO. It learns from a Rollout whose `baseline` is V*."""
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
-        """Give every token the advantage r(x, y) - V*(x), and every completion the same weight."""
-        rollout, layout = experience
+    def above_value(draft: Draft) -> Draft:
+        """Give every token the advantage r(x, y) - V*(x)."""
+        rollout = draft.rollout
         assert rollout.baseline is not None
         if rollout.episode_id is not None:
             raise InputError(
@@ -92,44 +71,29 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
                 why="its loss needs the log-prob of an episode in one row",
                 fix="use grpo, ppo or reinforce",
             )
-        correction = corrected(
-            config, roles["policy"], params, rollout, layout, sampling.temperature
-        )
-        learned = correction.keep(learned_tokens(rollout))
-        advantage = masked.total(rollout.rewards, rollout.action_mask, axis=-1) - rollout.baseline
-        advantage = jnp.where(learned, advantage[:, None], 0.0)
-        weights = masked.sequence_mean(learned, layout.minibatch, layout.minibatches)
-        rows = layout.rows(rollout.tokens)
-        reference_log_probs = frozen_log_probs(
-            roles["reference"], params, rows, sampling.temperature
-        )
-        batch = pack_policy_batch(
-            rollout, layout, advantage, weights, reference_log_probs, correction
-        )
-        return batch, state
+        returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+        advantage = (returns - rollout.baseline)[:, None]
+        return draft._replace(advantages=jnp.where(draft.learned, advantage, 0.0))
 
-    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        mask = batch.action_mask
-        weights = batch.weights["policy"]
-        sequence_ids = batch.rows.sequence_ids
-        assert batch.reference_log_probs is not None
-        policy = token_log_probs(roles["policy"], params, batch.rows, sampling.temperature)
-        # Outside the mask, a number without a gradient.
-        log_probs = jnp.where(mask, policy.log_probs, 0.0)
-        token_log_ratio = jnp.where(mask, log_probs - batch.reference_log_probs, 0.0)
-        log_ratio = masked.sequence_total(token_log_ratio, sequence_ids)
-        losses = jnp.square(config.beta * log_ratio - batch.advantages)
-        losses, metrics = corrected_losses(losses, log_probs, batch)
-        value = masked.total(weights * losses, weights > 0)
+    def regression(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        """Compute (beta log policy(y) / reference(y) - A)^2 of each completion y."""
+        del losses
+        reference = batch.reference_log_probs
+        assert reference is not None
+        token_log_ratio = jnp.where(batch.action_mask, log_probs - reference, 0.0)
+        log_ratio = masked.sequence_total(token_log_ratio, batch.rows.sequence_ids)
+        return jnp.square(config.beta * log_ratio - batch.advantages), {}
+
+    return policy_gradient(
+        roles,
+        sampling,
+        advantages=above_value,
         # The loss has no importance ratio and clips nothing; the ratio is reported all the same.
-        surrogate = Surrogate(losses, importance_ratio(log_probs, batch.old_log_probs))
-        metrics |= policy_metrics(
-            surrogate, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs
-        )
-        metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, sequence_ids)
-        metrics["policy/loss"] = Sum(value, weights.sum())
-        metrics["policy/entropy"] = masked.average(policy.entropy, mask)
-        metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
-        return value, metrics
-
-    return Algorithm(make_batch, loss)
+        surrogate=unclipped,
+        weights=masked.sequence_mean,
+        parts=(
+            kl_to_reference(ReferenceKl(), roles["reference"]),
+            Part(losses=regression),
+            *config.correction_parts(),
+        ),
+    )

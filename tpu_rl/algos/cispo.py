@@ -51,7 +51,7 @@ def cispo_surrogate(
     clip_low: float | None,
     clip_high: float,
 ) -> Surrogate:
-    """Return -stop_gradient(clipped ratio) A log policy of each token."""
+    """Compute -stop_gradient(clipped ratio) A log policy of each token."""
     del rows
     lowest = None if clip_low is None else 1.0 - clip_low
     highest = 1.0 + clip_high
@@ -67,4 +67,5 @@ def cispo_surrogate(
 def cispo(config: CispoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build CISPO. It learns from a Rollout."""
     surrogate = partial(cispo_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
-    return group_policy_gradient(config, roles, sampling, surrogate)
+    algorithm = group_policy_gradient(config, roles, sampling, surrogate)
+    return algorithm._replace(stops_gradient=True)

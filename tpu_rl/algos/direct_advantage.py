@@ -25,8 +25,9 @@ from flax import struct
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.algos.roles import moving_reference, with_reference
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked
+from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import actions_of, learned_tokens
 from tpu_rl.ranges import CountOrNone, Positive
@@ -47,7 +48,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class DirectAdvantageConfig:
+class DirectAdvantageConfig(ranges.Checked):
     """Advantages are in units of reward."""
 
     beta: Positive = 0.1
@@ -56,9 +57,6 @@ class DirectAdvantageConfig:
     """Ids of the tokens that end a step. The last token of a completion always ends one."""
     reference_every: CountOrNone = 0
     """Optimizer steps after which the reference becomes the policy; 0 keeps the first one."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

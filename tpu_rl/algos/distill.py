@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -40,7 +40,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, TeachersByRow
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, teachers
-from tpu_rl.ranges import Count, Positive, Share
+from tpu_rl.ranges import Conflicts, Count, Needs, Positive, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -60,7 +60,7 @@ split the loss by these."""
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(ranges.Checked):
     """The default is on-policy distillation with the reverse KL."""
 
     teacher: str
@@ -68,18 +68,34 @@ class DistillConfig:
     of a run."""
     teacher_reverse: str | None = None
     """Contrastive target only: the model that learned the opposite."""
-    target: Literal["teacher", "extrapolated", "contrastive"] = "teacher"
+    target: Annotated[
+        Literal["teacher", "extrapolated", "contrastive"],
+        Conflicts("further_teachers", when="contrastive", why="it has one teacher and its reverse"),
+        Needs(
+            "teacher_reverse", when="contrastive", why="train it by DPO with --algorithm.reverse"
+        ),
+    ] = "teacher"
     """teacher: the teacher itself. extrapolated: a point on the line from the reference
     (--model.path) through the teacher. contrastive: a point beyond the teacher on the line from the
     reverse teacher. See `losses.teachers`."""
     alpha: Positive = 1.0
     """Position on that line. With `adaptive`, alpha_t = alpha x total variation distance of the two
     models + 0.001."""
-    adaptive: bool = False
+    adaptive: Annotated[
+        bool,
+        ReadOnlyWith(
+            "target", "extrapolated", "contrastive", why="it moves the target along a line"
+        ),
+    ] = False
     """Choose alpha_t for every token."""
     tvd_half: bool = True
     """False leaves out the 1/2 of the total variation distance, as AlignDistil's code does."""
-    beta0: Positive | None = None
+    beta0: Annotated[
+        Positive | None,
+        ReadOnlyWith(
+            "target", "extrapolated", "contrastive", why="it moves the target along a line"
+        ),
+    ] = None
     """Weigh each token's divergence by beta0 / alpha_t; all tokens alike if not given."""
     beta: Share = 1.0
     """Kind of divergence: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy ||
@@ -92,41 +108,23 @@ class DistillConfig:
     / |y|)."""
     on_policy: Share = 1.0
     """Share of the prompts that the policy completes."""
-    off_policy: Literal["data", "teacher"] = "data"
+    off_policy: Annotated[
+        Literal["data", "teacher"],
+        Conflicts("further_teachers", when="teacher", why="one teacher samples"),
+    ] = "data"
     """Source of the completions of the other prompts."""
     further_teachers: tuple[str, ...] = ()
     """Other teachers, each as NAME=MODEL. A row of the data has the one that `teacher_column`
     names; "teacher" stands for `teacher`."""
-    teacher_column: str = "teacher_name"
+    teacher_column: Annotated[
+        str, Needs("further_teachers", why="the column names one of several teachers")
+    ] = "teacher_name"
     """Column of the data that names the teacher of a row, if there are several."""
 
     def __post_init__(self):
-        ranges.check(self)
-        names = self.teachers
-        if len(names) > 1 and (self.off_policy == "teacher" or self.target == "contrastive"):
-            raise InputError(
-                "one teacher samples, or is contrasted with its reverse, and there are several",
-                where="--algorithm.further-teachers",
-                fix="use completions of the policy or of the data, and another target",
-            )
-        if len(names) == 1 and self.teacher_column != DistillConfig.teacher_column:
-            raise InputError(
-                "the column names one of several teachers",
-                where="--algorithm.teacher-column",
-                fix="give --algorithm.further-teachers, too",
-            )
-        if self.target == "contrastive" and self.teacher_reverse is None:
-            raise InputError(
-                "the contrastive target needs a second model",
-                where="--algorithm.teacher-reverse",
-                fix="train it by DPO with --algorithm.reverse and give its folder",
-            )
-        if self.target == "teacher" and (self.adaptive or self.beta0 is not None):
-            raise InputError(
-                "adaptive and beta0 need a target on a line",
-                where="--algorithm.target",
-                fix="choose --algorithm.target extrapolated or contrastive",
-            )
+        super().__post_init__()
+        # Refuses teachers that are not NAME=PATH.
+        _ = self.teachers
 
     @property
     def teachers(self) -> dict[str, str]:

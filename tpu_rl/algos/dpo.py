@@ -29,24 +29,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, RoleSpec, pairs_from
-from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference, robust
+from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.log_probs import (
     frozen_log_probs,
     log_collision,
     log_probs_of_hidden,
     token_log_probs,
 )
-from tpu_rl.ranges import Count, NotNegative, Positive, Share
+from tpu_rl.losses.robust import RobustSettings
+from tpu_rl.ranges import Conflicts, Count, NotNegative, Positive, ReadOnlyWith, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -56,6 +56,7 @@ from tpu_rl.types import (
     PackedRows,
     Pairs,
     Params,
+    Role,
     Roles,
     Sampling,
     Sum,
@@ -63,7 +64,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class DpoConfig:
+class DpoConfig(RobustSettings):
     """The default is DPO itself."""
 
     loss: preference.PairLossName = "sigmoid"
@@ -88,20 +89,16 @@ class DpoConfig:
     alpha)."""
     weigh_by_policy: bool = False
     """Weigh each pair by how likely the policy itself is to write it (WPO)."""
-    f_divergence: preference.Divergence = "reverse_kl"
+    f_divergence: Annotated[
+        preference.Divergence,
+        Conflicts("reference_free", why="there is no reference from which it could measure"),
+    ] = "reverse_kl"
     """Divergence from the reference that the policy is penalized by."""
     f_alpha: float = 0.5
     """Parameter of the divergence "alpha": 1 would be the reverse KL, 0 the forward KL."""
     rpo_coef: NotNegative = 0.0
     """Coefficient of the chosen completion's negative log-likelihood per token, added to the loss
     (RPO, arXiv 2404.19733)."""
-    robust_radius: float = 0.0
-    """Share of the weight that the worst case may move between the pairs of a step. It is decided
-    before the first update of the batch."""
-    robust_ball: robust.Ball = "tv"
-    """Divergence that bounds the worst case. With kl and chi_square, robust_radius is the
-    coefficient of the divergence: weights are p exp(loss / radius), or p max(0, 1 + (loss - mu) /
-    radius)."""
     reverse: bool = False
     """Prefer the rejected completion: the result is the opposite policy (contrastive
     distillation)."""
@@ -110,7 +107,10 @@ class DpoConfig:
     and compared by --reward; policy is online DPO. policy_and_reference: half of a prompt's
     completions are the policy's and half the reference's, and each is compared with one of the
     others."""
-    optimism_coef: NotNegative = 0.0
+    optimism_coef: Annotated[
+        NotNegative,
+        ReadOnlyWith("pairs", "policy_and_reference", why="only these tell whose completion it is"),
+    ] = 0.0
     """Coefficient of the log-likelihood of the reference's completions in the loss, for
     policy_and_reference: XPO's alpha. It makes the policy explore what the reference does not
     write; 1e-5 is usual."""
@@ -121,7 +121,7 @@ class DpoConfig:
     """Optimizer steps between two such moves."""
 
     def __post_init__(self):
-        ranges.check(self)
+        super().__post_init__()
         field, problem = self._problem()
         if problem:
             flag = field.replace("_", "-")
@@ -129,13 +129,8 @@ class DpoConfig:
 
     def _problem(self) -> tuple[str, str]:
         """Return the field at fault in a conflict between settings, and the conflict, or ""."""
-        problem = robust.conflict(self.robust_radius, self.robust_ball)
-        if problem:
-            return "robust_radius", problem
         if self.reference_mix > 0 and self.reference == "none":
             return "reference_mix", f"{self.loss} has no reference that could move"
-        if self.optimism_coef and self.pairs != "policy_and_reference":
-            return "optimism_coef", "only pairs of policy_and_reference tell whose completion it is"
         names = self.weights
         if any(not math.isfinite(weight) or weight <= 0 for weight in names.values()):
             return "further_losses", f"a weight of the losses is not above 0: {names}"
@@ -151,14 +146,13 @@ class DpoConfig:
                 return field, f"{matched[0]} {no_pairs}"
         if matched and self.reference_free:
             return "reference_free", f"{matched[0]} needs a reference"
-        if self.reference_free and self.f_divergence != "reverse_kl":
-            return (
-                "f_divergence",
-                "reference_free has no reference from which f_divergence could measure",
-            )
         options = {option for name in names for option in preference.PAIR_LOSSES[name].options}
-        for field, option in (("simpo_margin", "margin"), ("alpha_po", "alpha_po")):
-            if option not in options and getattr(self, field) != getattr(DpoConfig, field):
+        changed = {
+            ("simpo_margin", "margin"): self.simpo_margin != DpoConfig.simpo_margin,
+            ("alpha_po", "alpha_po"): self.alpha_po != DpoConfig.alpha_po,
+        }
+        for (field, option), is_set in changed.items():
+            if is_set and option not in options:
                 return field, f"{', '.join(names)} reads no {field}"
         # Label smoothing is for the losses of a sum that know it.
         knowing = [
@@ -245,25 +239,110 @@ class Batch:
     """The scores that a pair's scores are compared with, if not with each other."""
 
 
-def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Build DPO. It learns from Pairs. Its state counts the updates if the reference moves."""
-    del sampling
+class LossTerm(NamedTuple):
+    """A term of the loss of a pair."""
+
+    weight: float
+    loss: preference.PairLoss
+    function: Callable[[Array, Array], Array]
+    """(chosen, rejected) scores -> losses, with the options of the configuration."""
+
+
+def loss_terms(config: DpoConfig) -> list[LossTerm]:
+    """List the terms of the loss, `config.loss` first."""
     options = {
         "label_smoothing": config.label_smoothing,
         "margin": config.simpo_margin,
         "alpha_po": config.alpha_po,
     }
+    terms = []
+    for name, weight in config.weights.items():
+        loss = preference.PAIR_LOSSES[name]
+        chosen_options = {option: options[option] for option in loss.options}
+        function = partial(loss.function, beta=config.beta, **chosen_options)
+        terms.append(LossTerm(weight, loss, function))
+    return terms
 
-    def function_of(pair_loss: preference.PairLoss) -> Callable[[Array, Array], Array]:
-        chosen_options = {name: options[name] for name in pair_loss.options}
-        return partial(pair_loss.function, beta=config.beta, **chosen_options)
 
-    # (weight, loss, its function of two scores) of each term.
-    terms = [
-        (weight, preference.PAIR_LOSSES[name], function_of(preference.PAIR_LOSSES[name]))
-        for name, weight in config.weights.items()
-    ]
-    matched = terms[0][1].matched
+def scores_of_pairs(batch: Batch, values: Array, averaged: bool) -> preference.Pair:
+    """Sum (or average) values of tokens [R, S] over the completions of each pair."""
+    ids = batch.rows.segment_ids
+    return preference.pair_scores(values, batch.action_mask, batch.preferred, ids, averaged)
+
+
+def weighed(batch: Batch, values: Array) -> Array:
+    """Multiply values of tokens [R, S] by `Batch.token_weights`."""
+    return values if batch.token_weights is None else batch.token_weights * values
+
+
+def compared_scores(
+    matched: str | None,
+    policy: Role,
+    params: Params,
+    batch: Batch,
+    log_probs: Array | None = None,
+) -> preference.Pair:
+    """Compute the scores that a loss compares by rank [R, S], at every token of a pair.
+
+    They are log-ratios of the completions, or differences within the pair of policy and reference.
+    """
+    if log_probs is None:
+        log_probs = token_log_probs(policy, params, batch.rows).log_probs
+    own = scores_of_pairs(batch, weighed(batch, log_probs), averaged=False)
+    others = weighed(batch, batch.reference_log_probs)
+    reference = scores_of_pairs(batch, others, averaged=False)
+    if matched == "completions":
+        return preference.Pair(own.chosen - reference.chosen, own.rejected - reference.rejected)
+    return preference.Pair(own.chosen - own.rejected, reference.chosen - reference.rejected)
+
+
+def compared_pairs(
+    config: DpoConfig, terms: list[LossTerm], policy: Role, params: Params, batch: Batch
+) -> tuple[Array, preference.Pair]:
+    """Compute the losses [R, S] and the implicit rewards, at every token of a pair."""
+    hidden = policy.hidden(params, batch.rows)
+    log_probs = log_probs_of_hidden(policy, params, hidden, batch.rows).log_probs
+
+    def scores_of(pair_loss: preference.PairLoss) -> preference.Pair:
+        relative = pair_loss.reference and not config.reference_free
+        values = log_probs - batch.reference_log_probs if relative else log_probs
+        return scores_of_pairs(batch, weighed(batch, values), pair_loss.averaged)
+
+    def divergence_score(score: Array) -> Array:
+        return preference.divergence_score(score, config.f_divergence, config.f_alpha)
+
+    # The weighted sum of the losses of a pair.
+    losses = jnp.zeros_like(log_probs)
+    for weight, pair_loss, function in terms:
+        if batch.matched is not None:
+            scores = compared_scores(pair_loss.matched, policy, params, batch, log_probs)
+            losses += weight * preference.matched_loss(function, scores, batch.matched)
+            continue
+        scores = scores_of(pair_loss)
+        chosen = divergence_score(scores.chosen)
+        losses += weight * function(chosen, divergence_score(scores.rejected))
+    # WPO's weight, held constant; then the likelihoods of the chosen, and of the reference's own.
+    if config.weigh_by_policy:
+        collision = log_collision(policy, params, hidden, batch.rows)
+        likely = scores_of_pairs(batch, jax.lax.stop_gradient(log_probs) - collision, averaged=True)
+        losses *= jnp.exp(likely.chosen + likely.rejected)
+    losses -= config.rpo_coef * scores_of_pairs(batch, log_probs, averaged=True).chosen
+    if batch.by_reference is not None:
+        sums = preference.pair_scores(
+            log_probs, batch.action_mask, batch.by_reference, batch.rows.segment_ids
+        )
+        losses += config.optimism_coef * sums.chosen
+    scores = scores_of(terms[0].loss)
+    return losses, preference.Pair(config.beta * scores.chosen, config.beta * scores.rejected)
+
+
+def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
+    """Build DPO. It learns from Pairs. Its state counts the updates if the reference moves."""
+    del sampling
+    terms = loss_terms(config)
+    matched = terms[0].loss.matched
+    scores_by_rank = partial(compared_scores, matched, roles["policy"])
+    compare = partial(compared_pairs, config, terms, roles["policy"])
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
@@ -296,9 +375,7 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             of_tokens = preference.tail_weights(mask, pairs.group_id, config.tail_weight)
             batch = replace(batch, token_weights=layout.pack(of_tokens))
         if matched:
-            scores = packing.over_micro_batches(
-                lambda micro_batch: compared_scores(params, micro_batch), batch
-            )
+            scores = packing.over_micro_batches(partial(scores_by_rank, params), batch)
             batch = replace(batch, matched=preference.match_by_rank(scores, batch.is_pair))
         if config.robust_radius:
             losses = packing.over_micro_batches(
@@ -310,66 +387,6 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             batch = replace(batch, weights={"preference": worst})
         return batch, state
 
-    def pair_scores(batch: Batch, values: Array, averaged: bool) -> preference.Pair:
-        return preference.pair_scores(
-            values, batch.action_mask, batch.preferred, batch.rows.segment_ids, averaged
-        )
-
-    def weigh(batch: Batch, values: Array) -> Array:
-        return values if batch.token_weights is None else batch.token_weights * values
-
-    def compared_scores(
-        params: Params, batch: Batch, log_probs: Array | None = None
-    ) -> preference.Pair:
-        """Return the scores that a loss compares by rank [R, S], at every token of a pair."""
-        if log_probs is None:
-            log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs
-        policy = pair_scores(batch, weigh(batch, log_probs), averaged=False)
-        reference = pair_scores(batch, weigh(batch, batch.reference_log_probs), averaged=False)
-        if matched == "completions":
-            return preference.Pair(
-                policy.chosen - reference.chosen, policy.rejected - reference.rejected
-            )
-        return preference.Pair(
-            policy.chosen - policy.rejected, reference.chosen - reference.rejected
-        )
-
-    def compare(params: Params, batch: Batch) -> tuple[Array, preference.Pair]:
-        """Return the losses [R, S] and the implicit rewards, at every token of a pair."""
-        hidden = roles["policy"].hidden(params, batch.rows)
-        log_probs = log_probs_of_hidden(roles["policy"], params, hidden, batch.rows).log_probs
-
-        def scores_of(pair_loss: preference.PairLoss) -> preference.Pair:
-            relative = pair_loss.reference and not config.reference_free
-            values = log_probs - batch.reference_log_probs if relative else log_probs
-            return pair_scores(batch, weigh(batch, values), pair_loss.averaged)
-
-        def divergence_score(score: Array) -> Array:
-            return preference.divergence_score(score, config.f_divergence, config.f_alpha)
-
-        losses = jnp.zeros_like(log_probs)
-        for weight, pair_loss, function in terms:
-            if batch.matched is not None:
-                scores = compared_scores(params, batch, log_probs)
-                losses += weight * preference.matched_loss(function, scores, batch.matched)
-                continue
-            scores = scores_of(pair_loss)
-            chosen = divergence_score(scores.chosen)
-            losses += weight * function(chosen, divergence_score(scores.rejected))
-        if config.weigh_by_policy:
-            collision = log_collision(roles["policy"], params, hidden, batch.rows)
-            likely = pair_scores(batch, jax.lax.stop_gradient(log_probs) - collision, averaged=True)
-            losses *= jnp.exp(likely.chosen + likely.rejected)
-        losses -= config.rpo_coef * pair_scores(batch, log_probs, averaged=True).chosen
-        if batch.by_reference is not None:
-            sums = preference.pair_scores(
-                log_probs, batch.action_mask, batch.by_reference, batch.rows.segment_ids
-            )
-            losses += config.optimism_coef * sums.chosen
-        scores = scores_of(terms[0][1])
-        rewards = preference.Pair(config.beta * scores.chosen, config.beta * scores.rejected)
-        return losses, rewards
-
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         losses, rewards = compare(params, batch)
         weights = batch.weights["preference"]
@@ -380,8 +397,8 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         metrics["preference/loss"] = Sum(value, weights.sum())
         return value, metrics
 
+    algorithm = Algorithm(make_batch, loss, stops_gradient=config.weigh_by_policy or bool(matched))
     if not config.reference_mix:
-        return Algorithm(make_batch, loss)
-    return Algorithm(
-        make_batch, loss, *moving_reference(config.reference_every, config.reference_mix)
-    )
+        return algorithm
+    init_state, after_update = moving_reference(config.reference_every, config.reference_mix)
+    return algorithm._replace(init_state=init_state, after_update=after_update)

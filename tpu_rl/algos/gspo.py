@@ -34,10 +34,9 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
-from tpu_rl.ranges import In, Positive
+from tpu_rl.ranges import Conflicts, In, Positive
 from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
 Level = Literal["sequence", "sequence_token", "sequence_product"]
@@ -49,7 +48,14 @@ class GspoConfig(GroupPolicyConfig):
 
     loss_aggregation: masked.LossAggregation = "sequence_mean"
     """Weights of the tokens; sequence_mean, every completion alike, is the paper's."""
-    importance_sampling_level: Level = "sequence"
+    importance_sampling_level: Annotated[
+        Level,
+        Conflicts(
+            "credit",
+            when=("sequence", "sequence_product"),
+            why="the ratio of a whole completion would average the advantages of its turns",
+        ),
+    ] = "sequence"
     """Ratio of the whole completion (GSPO), the token's form of it (GSPO-token), or the ratio
     without length normalization (RLOO in TRL), which wants wider clips: 0.2."""
     clip_low: Annotated[float, In("(0, 1)")] = 3e-4
@@ -58,21 +64,11 @@ class GspoConfig(GroupPolicyConfig):
     clip_high: Positive = 4e-4
     """The length-normalized ratio is clipped to at most 1 + clip_high."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.credit != "episode" and self.importance_sampling_level != "sequence_token":
-            raise InputError(
-                "the ratio of a whole completion cannot give credit to its turns",
-                where="--algorithm.credit, --algorithm.importance-sampling-level",
-                why="its gradient is the same at all tokens, so their advantages would average",
-                fix="use --algorithm.importance-sampling-level sequence_token",
-            )
-
 
 def sequence_ratio(
     log_probs: Array, old_log_probs: Array, rows: PackedRows, normalized: bool = True
 ) -> Array:
-    """Return s [R, S], the same at every token of a completion; 1 outside completions.
+    """Compute s [R, S], the same at every token of a completion; 1 outside completions.
 
     Unless `normalized`, it is policy(y) / old policy(y).
     """
@@ -95,7 +91,7 @@ def gspo_surrogate(
     clip_high: float,
     level: Level = "sequence",
 ) -> Surrogate:
-    """Return the clipped sequence ratio times the advantage, at every token."""
+    """Compute the clipped sequence ratio times the advantage, at every token."""
     ratio = sequence_ratio(log_probs, old_log_probs, rows, level != "sequence_product")
     if level == "sequence_token":
         token_ratio = importance_ratio(log_probs, jax.lax.stop_gradient(log_probs))

@@ -29,9 +29,9 @@ from flax import struct
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
-from tpu_rl.algos.controllers import is_empty
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import masked, preference
+from tpu_rl.losses.controllers import is_empty
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.ranges import NotNegative, Positive
 from tpu_rl.train import packing
@@ -52,7 +52,7 @@ LOSSES = {"kto": preference.kto, "apo_zero": preference.kto, "bco": preference.b
 
 
 @dataclass(frozen=True)
-class KtoConfig:
+class KtoConfig(ranges.Checked):
     """The default is KTO itself."""
 
     loss: Literal["kto", "bco", "apo_zero"] = "kto"
@@ -67,9 +67,6 @@ class KtoConfig:
     pairs: Literal["given", "reference"] = "given"
     """given: the data file has judged completions. reference: they are sampled from the reference
     and judged by --reward."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

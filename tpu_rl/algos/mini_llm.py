@@ -24,7 +24,6 @@ are those of the latest policy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -33,9 +32,9 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
-from tpu_rl.losses.policy_batch import PolicyBatch, corrected, pack_policy_batch
-from tpu_rl.losses.policy_gradient import clipped_surrogate, corrected_losses, policy_metrics
-from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.losses.policy_batch import PolicyBatch, begin
+from tpu_rl.losses.policy_gradient import clipped, policy_metrics, share_metrics
+from tpu_rl.losses.sampler_correction import SamplerCorrection, corrected_losses
 from tpu_rl.ranges import In, Share
 from tpu_rl.types import (
     Algorithm,
@@ -44,7 +43,6 @@ from tpu_rl.types import (
     Metrics,
     Params,
     Roles,
-    Rollout,
     Sampling,
     Sum,
 )
@@ -78,7 +76,7 @@ class MiniLlmConfig(SamplerCorrection):
 
 
 def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> Array:
-    """Return the advantages A_t [N, T] of log-ratios r_t [N, T]."""
+    """Compute the advantages A_t [N, T] of log-ratios r_t [N, T]."""
     total = advantages.returns_to_go(log_ratios, mask, config.discount)
     count = advantages.returns_to_go(jnp.ones_like(log_ratios), mask, config.discount)
     if config.single_step:
@@ -97,24 +95,26 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
             where="--sampling.temperature",
             fix="use 1.0",
         )
-    surrogate = partial(clipped_surrogate, clip_low=config.clip, clip_high=config.clip)
+    surrogate = clipped(config.clip, config.clip)
+    corrections = config.correction_parts()
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
-        rollout, layout = experience
-        assert isinstance(rollout, Rollout)
-        rows = layout.rows(rollout.tokens)
+        draft = begin(experience, params, roles["policy"], sampling.temperature)
+        rollout, layout = draft.rollout, draft.layout
         mask = rollout.action_mask
+        draft = draft._replace(learned=mask)
+        for part in corrections:
+            assert part.draft is not None
+            draft, _ = part.draft(draft, None)
+        # r_t, and A_t from those after t.
+        rows = layout.rows(rollout.tokens)
         teacher_log_probs = layout.unpack(
             frozen_log_probs(roles["teacher"], params, rows, sampling.temperature)
         )
         log_ratios = jnp.where(mask, -k1(rollout.log_probs, teacher_log_probs), 0.0)
-        correction = corrected(
-            config, roles["policy"], params, rollout, layout, sampling.temperature
-        )
-        kept_tokens = correction.keep(mask)
-        weights = masked.sequence_mean(kept_tokens, layout.minibatch, layout.minibatches)
-        advantage = later_log_ratios(log_ratios, mask, config)
-        return pack_policy_batch(rollout, layout, advantage, weights, None, correction), state
+        draft = draft._replace(advantages=later_log_ratios(log_ratios, mask, config))
+        weights = masked.sequence_mean(draft.learned, layout.minibatch, layout.minibatches)
+        return draft.pack(weights), state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         weights = batch.weights["policy"]
@@ -125,11 +125,12 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
         )
         log_probs = jnp.where(mask, comparison.log_probs, 0.0)
         policy_terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, batch.rows)
-        losses, metrics = corrected_losses(policy_terms.losses, log_probs, batch)
+        threshold = config.off_policy_mask_threshold
+        losses, metrics = corrected_losses(policy_terms.losses, log_probs, batch, threshold)
         if config.single_step:
             losses += comparison.divergence
         value = masked.total(weights * losses, weights > 0)
-        metrics |= policy_metrics(
+        metrics |= share_metrics(batch) | policy_metrics(
             policy_terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs
         )
         metrics["distill/loss"] = Sum(value, weights.sum())

@@ -39,24 +39,30 @@ to be kept. ViSurf's controls of the solution's reward are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, Refinement, Replay
-from tpu_rl.algos.controllers import Controller, combined, is_empty
 from tpu_rl.algos.grpo import ClippedPolicyConfig, group_policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
-from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
-from tpu_rl.losses.policy_gradient import LossTerm, clipped_surrogate
-from tpu_rl.ranges import Count, CountOrNone, NotNegative, Positive, Share
+from tpu_rl.losses.controllers import is_empty
+from tpu_rl.losses.policy_batch import (
+    Controller,
+    Draft,
+    Part,
+    PolicyBatch,
+    Prediction,
+    actions_of,
+    learned_tokens,
+    term_of,
+)
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, NotNegative, Positive, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
-    Experience,
     Layout,
     Metrics,
     Params,
@@ -70,61 +76,67 @@ from tpu_rl.types import (
 Method = Literal["chord", "relift", "luffy", "visurf", "sasr", "amft", "replay", "critique"]
 
 
-_MU = ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")
-_READS: dict[Method, tuple[str, ...]] = {
-    "chord": ("column", "phi", *_MU),
-    "relift": ("column", "min_reward", *_MU),
-    "luffy": ("column", "solution_reward", "shaping"),
-    "visurf": (
-        "column",
-        "solution_reward",
-    ),
-    "replay": ("min_reward", "replay_size"),
-    "sasr": ("column", "mixing_gamma", "mu_warmup_steps"),
-    "amft": ("column", "mixing_rate", "mixing_entropy", "mu_peak", "mu_valley"),
-    "critique": ("column", "critique", "refinements", "shaping"),
-}
-"""Method -> the settings that it reads, of those that only some methods do."""
-
-
 @dataclass(frozen=True)
 class MixedConfig(ClippedPolicyConfig):
     """GRPO's settings, and those of the solutions. Lengths are tokens."""
 
-    method: Method = "chord"
+    method: Annotated[
+        Method,
+        Conflicts(
+            "top_entropy_quantile",
+            when=("luffy", "visurf", "replay", "critique"),
+            why="the quantile would count the solutions and filter the policy's tokens alone",
+        ),
+        Conflicts(
+            "kl_reward_coef",
+            "credit",
+            when=("luffy", "visurf", "replay", "critique"),
+            why="the sampler has no log-probs of a solution, and a solution has no turns",
+        ),
+        Conflicts(
+            "pretraining_coef",
+            when="sasr",
+            why="it reads the gradient's norm of the solutions alone",
+        ),
+    ] = "chord"
     """Way to learn from the solutions; see the head of `tpu_rl/algos/mixed.py`."""
-    column: str = "solution"
+    column: Annotated[
+        str,
+        ReadOnlyWith("method", "chord", "relift", "luffy", "visurf", "sasr", "amft", "critique"),
+    ] = "solution"
     """Column of the data rows that holds a solution of the prompt, as a text; critique: the text
     for {answer}."""
-    phi: bool = True
+    phi: Annotated[bool, ReadOnlyWith("method", "chord")] = True
     """chord: weigh each token of the solution by p (1 - p)."""
-    mu_peak: Share = 0.1
+    mu_peak: Annotated[Share, ReadOnlyWith("method", "chord", "relift", "amft")] = 0.1
     """chord, relift, amft: the largest weight of the solutions' term; amft begins with it."""
-    mu_valley: Share = 0.0
+    mu_valley: Annotated[Share, ReadOnlyWith("method", "chord", "relift", "amft")] = 0.0
     """chord, relift: the weight after the decay. amft: the smallest weight."""
-    mu_warmup_steps: CountOrNone = 0
+    mu_warmup_steps: Annotated[CountOrNone, ReadOnlyWith("method", "chord", "relift", "sasr")] = 0
     """chord, relift: optimizer steps until the largest weight. sasr: steps that only imitate, at
     least one."""
-    mu_decay_steps: CountOrNone = 0
+    mu_decay_steps: Annotated[CountOrNone, ReadOnlyWith("method", "chord", "relift")] = 0
     """chord, relift: optimizer steps of the decay; 0 keeps the largest weight."""
-    min_reward: float = 0.5
+    min_reward: Annotated[float, ReadOnlyWith("method", "relift", "replay")] = 0.5
     """relift, replay: a completion with at least this return is a success."""
-    replay_size: Count = 1000
+    replay_size: Annotated[Count, ReadOnlyWith("method", "replay")] = 1000
     """replay: prompts whose latest success is kept. Checkpoints have them."""
-    solution_reward: float = 1.0
+    solution_reward: Annotated[float, ReadOnlyWith("method", "luffy", "visurf")] = 1.0
     """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
-    shaping: Positive = 0.1
+    shaping: Annotated[Positive, ReadOnlyWith("method", "luffy", "critique")] = 0.1
     """luffy, critique: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely
     tokens."""
-    mixing_gamma: Positive = 1.0
+    mixing_gamma: Annotated[Positive, ReadOnlyWith("method", "sasr")] = 1.0
     """sasr: factor of the norm of the warm-up; larger numbers imitate less."""
-    mixing_rate: Positive = 5e-4
+    mixing_rate: Annotated[Positive, ReadOnlyWith("method", "amft")] = 5e-4
     """amft: change of the weight per nat of entropy that is missing and step."""
-    mixing_entropy: NotNegative | None = None
+    mixing_entropy: Annotated[NotNegative | None, ReadOnlyWith("method", "amft")] = None
     """amft: the entropy to keep, in nats per token; by default that of the first step."""
-    critique: str = "Your answer is wrong. The right answer is {answer}. Solve the problem again."
+    critique: Annotated[str, ReadOnlyWith("method", "critique")] = (
+        "Your answer is wrong. The right answer is {answer}. Solve the problem again."
+    )
     """critique: the text after the completion that is refined; {answer} stands for `column`."""
-    refinements: Count = 1
+    refinements: Annotated[Count, ReadOnlyWith("method", "critique")] = 1
     """critique: refinements of which the best one joins its group."""
 
     def __post_init__(self):
@@ -134,28 +146,6 @@ class MixedConfig(ClippedPolicyConfig):
                 f"mu falls to {self.mu_valley:g}, above its peak {self.mu_peak:g}",
                 where="--algorithm.mu-valley, --algorithm.mu-peak",
                 fix="use a valley of at most the peak",
-            )
-        names = {name for read in _READS.values() for name in read} - set(_READS[self.method])
-        unread = sorted(n for n in names if getattr(self, n) != getattr(MixedConfig, n))
-        if unread:
-            raise InputError(
-                f"method {self.method} does not read {', '.join(unread)}",
-                where="--algorithm.method",
-                fix=f"leave it out; it reads: {', '.join(_READS[self.method])}",
-            )
-        if self._compares_solutions and self.top_entropy_quantile < 1:
-            raise InputError(
-                f"{self.method} learns from all tokens of a solution",
-                where="--algorithm.top-entropy-quantile",
-                why="the quantile would count the solutions and filter the policy's tokens alone",
-                fix="leave it out, or use --algorithm.method chord",
-            )
-        if self._compares_solutions and (self.kl_reward_coef or self.credit != "episode"):
-            raise InputError(
-                f"{self.method} compares solutions with whole completions by their rewards alone",
-                where="--algorithm.kl-reward-coef, --algorithm.credit",
-                why="the sampler has no log-probs of a solution, and a solution has no turns",
-                fix="use --algorithm.kl-loss-coef, or --algorithm.method chord",
             )
         if self.method == "replay" and self.recomputes:
             raise InputError(
@@ -172,17 +162,25 @@ class MixedConfig(ClippedPolicyConfig):
                 fix="use --algorithm.old-log-probs recomputed",
             )
 
-        if self.method == "sasr" and self.pretraining_coef:
-            raise InputError(
-                "sasr reads the gradient's norm of the solutions alone",
-                where="--algorithm.pretraining-coef",
-                why="the texts would be in the same gradient",
-                fix="leave the texts out, or use --algorithm.method chord",
-            )
-
     @property
     def _compares_solutions(self) -> bool:
         return self.method in ("luffy", "visurf", "replay", "critique")
+
+    @property
+    def source(self) -> RowSource:
+        """Whose rows the solutions are."""
+        return RowSource.REPLAY if self.method == "replay" else RowSource.EXPERT
+
+    def parts(self, roles: Roles) -> tuple[Part, ...]:
+        """List the parts that are on, in the order of their effects."""
+        parts = super().parts(roles)
+        if not self._compares_solutions:
+            return *parts, imitated_solutions(self)
+        if self.method != "replay":
+            # Refinements bring their own rewards.
+            reward = None if self.method == "critique" else self.solution_reward
+            parts = (rewarded_solutions(reward), *parts)
+        return *parts, compared_solutions(self)
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -205,7 +203,7 @@ class MixedConfig(ClippedPolicyConfig):
 
 
 def mu(config: MixedConfig, step: Array) -> Array:
-    """Return the weight of the solutions' term at an optimizer step, from 0."""
+    """Compute the weight of the solutions' term at an optimizer step, from 0."""
     decay = jnp.clip((step - config.mu_warmup_steps) / max(config.mu_decay_steps, 1), 0.0, 1.0)
     falling = 0.5 * (1.0 + jnp.cos(jnp.pi * decay)) if config.mu_decay_steps else 1.0
     rising = jnp.minimum(step / max(config.mu_warmup_steps, 1), 1.0)
@@ -227,7 +225,7 @@ class Sasr(NamedTuple):
 
 
 def chosen(state: Sasr, config: MixedConfig, rollout: Rollout) -> Sasr:
-    """Return the state with the choice for a batch, drawn by the keys of its rows."""
+    """Put the choice for a batch into the state, drawn by the keys of its rows."""
     step = jnp.max(rollout.policy_step)
     warms_up = (step < config.mu_warmup_steps) | (state.first == 0)
     # The sum of the keys is the same for any order of the rows.
@@ -239,7 +237,7 @@ def chosen(state: Sasr, config: MixedConfig, rollout: Rollout) -> Sasr:
 
 
 def sasr_controller() -> Controller:
-    """Return the controller that reads "optim/grad_norm" at steps that imitate."""
+    """Make the controller that reads "optim/grad_norm" at steps that imitate."""
 
     def init_state(params: Params) -> Sasr:
         del params
@@ -255,7 +253,7 @@ def sasr_controller() -> Controller:
 
 
 def amft_controller(config: MixedConfig) -> Controller:
-    """Return the controller whose state is (mu, entropy to keep or -1), from "policy/entropy"."""
+    """Make the controller whose state is (mu, entropy to keep or -1), from "policy/entropy"."""
 
     def init_state(params: Params) -> tuple[Array, Array]:
         del params
@@ -276,8 +274,7 @@ def amft_controller(config: MixedConfig) -> Controller:
 
 
 def without_success(rollout: Rollout, min_reward: float) -> Array:
-    """Return [N] bool: True for rows of a group that has scored completions, and none with such a
-    return."""
+    """Mark the rows [N] of a group that has scored completions, and none with such a return."""
     returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
     success = rollout.scored & (returns >= min_reward)
     group = jnp.searchsorted(jnp.sort(rollout.group_id), rollout.group_id)
@@ -290,89 +287,100 @@ def without_success(rollout: Rollout, min_reward: float) -> Array:
 
 def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build GRPO on mixed groups. It learns from a Rollout with rows of `RowSource.EXPERT`."""
-    surrogate = partial(
-        clipped_surrogate,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
+    return group_policy_gradient(config, roles, sampling, config.surrogate_function)
 
-    source = RowSource.REPLAY if config.method == "replay" else RowSource.EXPERT
 
-    def solution_weights(rollout: Rollout, layout: Layout) -> Array:
-        learned = actions_of(rollout, source)
+def rewarded_solutions(reward: float | None) -> Part:
+    """Make the part by which solutions are scored: with a reward, or those that they bring."""
+
+    def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
+        rollout = draft.rollout
+        is_solution = actions_of(rollout, RowSource.EXPERT)
+        rewards = rollout.rewards
+        if reward is not None:
+            rewards = jnp.where(masked.last(is_solution), reward, rewards)
+        scored = rollout.scored | is_solution.any(-1)
+        rollout = replace(rollout, rewards=rewards, scored=scored)
+        draft = draft._replace(rollout=rollout, learned=learned_tokens(rollout))
+        return draft.with_rewards(rewards), state
+
+    return Part(draft)
+
+
+def compared_solutions(config: MixedConfig) -> Part:
+    """Make the part of solutions that are compared with their group.
+
+    All learned tokens count as GRPO weighs them, in the term that is theirs.
+    """
+    surrogate = config.surrogate_function
+
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        del state
+        is_solution = draft.layout.pack(actions_of(draft.rollout, config.source))
+        weights = {name: jnp.where(is_solution, 0.0, x) for name, x in batch.weights.items()}
+        weights["solution"] = jnp.where(is_solution, batch.weights["policy"], 0.0)
+        return replace(batch, weights=weights)
+
+    def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        log_probs = prediction.tokens.log_probs
+        if config.method in ("luffy", "critique"):
+            probabilities = jnp.exp(log_probs)
+            shaped = probabilities / (probabilities + config.shaping)
+            losses = -shaped * batch.advantages
+        else:
+            losses = surrogate(log_probs, batch.old_log_probs, batch.advantages, batch.rows).losses
+        return term_of("solution", losses, batch)
+
+    return Part(batch=batch, term=term)
+
+
+def imitated_solutions(config: MixedConfig) -> Part:
+    """Make the part of solutions that are imitated, with the weight mu, and GRPO with 1 - mu."""
+    with_phi = config.method == "chord" and config.phi
+    controller = None
+    if config.method == "sasr":
+        controller = sasr_controller()
+    elif config.method == "amft":
+        controller = amft_controller(config)
+
+    def weights(rollout: Rollout, layout: Layout) -> Array:
+        learned = actions_of(rollout, RowSource.EXPERT)
         if config.method == "relift":
             learned &= without_success(rollout, config.min_reward)[:, None]
         return masked.token_mean(learned, layout.minibatch, layout.minibatches)
 
-    def solution_losses(log_probs: Array, batch: PolicyBatch) -> Array:
-        probabilities = jnp.exp(log_probs)
-        match config.method:
-            case "luffy" | "critique":
-                shaped = probabilities / (probabilities + config.shaping)
-                return -shaped * batch.advantages
-            case "visurf" | "replay":
-                return surrogate(
-                    log_probs, batch.old_log_probs, batch.advantages, batch.rows
-                ).losses
-            case "chord" if config.phi:
-                return -jax.lax.stop_gradient(probabilities * (1 - probabilities)) * log_probs
-            case _:
-                return -log_probs
+    def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
+        return draft, chosen(state, config, draft.rollout) if config.method == "sasr" else state
 
-    term = LossTerm(solution_weights, solution_losses)
-    base = group_policy_gradient(config, roles, sampling, surrogate, {"solution": term})
-    controllers: dict[str, Controller] = {}
-    if config.method == "sasr":
-        controllers["mixing"] = sasr_controller()
-    elif config.method == "amft":
-        controllers["mixing"] = amft_controller(config)
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        # mu is scheduled, drawn (1 or 0), or the state of a controller.
+        share = mu(config, jnp.max(draft.rollout.policy_step))
+        if config.method == "sasr":
+            share = state.imitates
+        elif config.method == "amft":
+            share = state[0]
+        of_policy = batch.weights
+        if config.method != "relift":
+            of_policy = {
+                name: x if name == "pretraining" else (1.0 - share) * x
+                for name, x in of_policy.items()
+            }
+        of_solutions = draft.layout.pack(weights(draft.rollout, draft.layout)) * share
+        return replace(batch, weights={**of_policy, "solution": of_solutions})
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
-        rollout, layout = experience
-        assert isinstance(rollout, Rollout)
-        is_solution = actions_of(rollout, source)
-        if config._compares_solutions and config.method != "replay":
-            reward = rollout.rewards
-            if config.method != "critique":  # Refinements bring their own.
-                reward = jnp.where(masked.last(is_solution), config.solution_reward, reward)
-            scored = rollout.scored | is_solution.any(-1)
-            experience = Experience(replace(rollout, rewards=reward, scored=scored), layout)
-        if controllers:
-            batch, base_state = base.make_batch(experience, params, state["base"])
-            state = state | {"base": base_state}
-        else:
-            batch, state = base.make_batch(experience, params, state)
-        weights = dict(batch.weights)
-        if config._compares_solutions:
-            # All learned tokens count as GRPO weighs them, in the term that is theirs.
-            of_solutions = layout.pack(is_solution)
-            weights["solution"] = jnp.where(of_solutions, weights["policy"], 0.0)
-            for name in weights.keys() - {"solution"}:
-                weights[name] = jnp.where(of_solutions, 0.0, weights[name])
-        else:
-            share = mu(config, jnp.max(rollout.policy_step))
-            if config.method == "sasr":
-                state = state | {"mixing": chosen(state["mixing"], config, rollout)}
-                share = state["mixing"].imitates
-            elif config.method == "amft":
-                share = state["mixing"][0]
-            weights["solution"] *= share
-            if config.method != "relift":
-                weights |= {
-                    name: (1.0 - share) * weights[name]
-                    for name in weights.keys() - {"solution", "pretraining"}
-                }
-        return replace(batch, weights=weights), state
+    def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        log_probs = prediction.tokens.log_probs
+        losses = -log_probs
+        if with_phi:
+            # phi_t = p_t (1 - p_t), held constant.
+            probabilities = jnp.exp(log_probs)
+            losses = -jax.lax.stop_gradient(probabilities * (1 - probabilities)) * log_probs
+        value, metrics = term_of("solution", losses, batch)
+        if controller is not None:
+            solutions = batch.weights["solution"].sum()
+            share = Sum(solutions, solutions + batch.weights["policy"].sum())
+            metrics["policy/solution_share"] = share
+        return value, metrics
 
-    if not controllers:
-        return base._replace(make_batch=make_batch)
-
-    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        value, metrics = base.loss(params, batch)
-        solutions = batch.weights["solution"].sum()
-        share = Sum(solutions, solutions + batch.weights["policy"].sum())
-        return value, metrics | {"policy/solution_share": share}
-
-    controllers["base"] = (base.init_state, base.after_update)
-    return Algorithm(make_batch, loss, *combined(controllers))
+    name = "" if controller is None else "mixing"
+    return Part(draft, batch, term=term, name=name, controller=controller, stops_gradient=with_phi)

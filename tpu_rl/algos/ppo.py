@@ -30,67 +30,57 @@ below 1 / alpha tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
-from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, Nucleus, RoleSpec
-from tpu_rl.algos.controllers import combined, kl_controllers, running_returns
-from tpu_rl.algos.roles import moving_reference, with_reference
+from tpu_rl.algos.policy_gradient import policy_gradient
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
-from tpu_rl.losses.log_probs import log_probs_of_hidden
+from tpu_rl.losses.controllers import moving_reference
+from tpu_rl.losses.entropy import entropy_bonus
 from tpu_rl.losses.nucleus import restricted_role
-from tpu_rl.losses.observations import ObservationLoss, observation_terms
+from tpu_rl.losses.observations import ObservationLoss
 from tpu_rl.losses.policy_batch import (
+    Draft,
+    Part,
     PolicyBatch,
-    corrected,
+    Prediction,
     learned_tokens,
-    normalized_rewards,
-    pack_policy_batch,
-    reference_penalty,
 )
-from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
-from tpu_rl.losses.pretraining_mix import PretrainingMix, text_terms
+from tpu_rl.losses.policy_gradient import ClipSettings
+from tpu_rl.losses.pretraining_mix import PretrainingMix
 from tpu_rl.losses.reference_kl import ReferenceKl
+from tpu_rl.losses.returns import normalized_by_deviation
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.losses.value_loss import Critic, Targets
-from tpu_rl.ranges import Count, In, NotNegative, Positive, Share
+from tpu_rl.losses.value_loss import Critic
+from tpu_rl.ranges import Conflicts, Count, In, Needs, NotNegative, Positive, ReadOnlyWith, Share
 from tpu_rl.train import packing
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    Sampling,
-)
+from tpu_rl.types import Algorithm, Array, Layout, Metrics, Role, Roles, Rollout, Sampling
 
 
 @dataclass(frozen=True)
-class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss):
+class PpoConfig(SamplerCorrection, ReferenceKl, ClipSettings, PretrainingMix, ObservationLoss):
     """Coefficients multiply nats, or units of reward."""
 
     critic: Critic = Critic()
     lam: Share = 0.95
     """Lambda of the advantages."""
-    lam_alpha: Positive | None = None
+    lam_alpha: Annotated[
+        Positive | None,
+        Conflicts("credit", why="a lambda of the number of tokens does not suit turns"),
+    ] = None
     """If given, a completion of l tokens has lambda 1 - 1 / (alpha l) instead."""
     whiten: bool = True
     """Scale advantages to mean 0 and variance 1 over the batch."""
-    clip_low: Annotated[float, In("(0, 1)")] = 0.2
-    """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
-    clip_high: Positive = 0.2
-    """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
     normalized_reward_clip: Positive | None = None
     """Divide rewards by the running standard deviation of all returns so far, and clip them to this
     many of it (PPO-max, arXiv 2307.04964); 10 is usual, none leaves rewards alone."""
-    dual_clip: Annotated[float, In("(1, inf)")] | None = None
-    """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus."""
     positive_coef: NotNegative = 0.0
@@ -98,44 +88,30 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss)
     credit: Literal["token", "turn"] = "token"
     """Unit of the critic's gamma and of lambda: a token, or a turn. With turn, values are learned
     and used at the first token of each turn only."""
-    mask_top_p: Annotated[float, In("(0, 1)")] | None = None
+    mask_top_p: Annotated[
+        Annotated[float, In("(0, 1)")] | None,
+        Conflicts(
+            "pretraining_path", "observation_coef", why="the mask is about the policy's own tokens"
+        ),
+    ] = None
     """NLPO: sample and learn within the likeliest tokens of an older policy that together have this
     probability; 0.9 is usual."""
-    mask_every: Count = 20
+    mask_every: Annotated[Count, Needs("mask_top_p", why="there is no mask")] = 20
     """Optimizer steps between two times that the older policy becomes the policy; whole batches."""
-    separators: tuple[int, ...] = ()
+    separators: Annotated[
+        tuple[int, ...],
+        ReadOnlyWith("credit", "turn", why="other credit has no steps: steps have none"),
+    ] = ()
     """Ids of tokens that end a turn, with credit turn: the steps of a text."""
 
     def __post_init__(self):
-        SamplerCorrection.__post_init__(self)
-        ReferenceKl.__post_init__(self)
-        PretrainingMix.__post_init__(self)
-        if self.credit == "turn" and self.lam_alpha is not None:
+        super().__post_init__()
+        if self.mask_top_p is not None and self.critic.trunk == "shared":
             raise InputError(
-                "a lambda that depends on the number of tokens does not suit turns",
-                where="--algorithm.lam-alpha, --algorithm.credit",
-                fix="give --algorithm.lam alone",
+                "the mask is about the head of the policy alone",
+                where="--algorithm.mask-top-p, --algorithm.critic.trunk",
+                fix="leave one of them out",
             )
-        if self.mask_top_p is None and self.mask_every != PpoConfig.mask_every:
-            raise InputError(
-                "there is no mask",
-                where="--algorithm.mask-every",
-                fix="give --algorithm.mask-top-p, too",
-            )
-        others = {
-            "critic.trunk": self.critic.trunk == "shared",
-            "pretraining_path": bool(self.pretraining_path),
-            "observation_coef": self.observation_coef > 0,
-        }
-        for field, is_set in others.items():
-            if self.mask_top_p is not None and is_set:
-                flag = field.replace("_", "-")
-                raise InputError(
-                    "the mask is about the policy's own tokens, and about its head alone",
-                    where=f"--algorithm.mask-top-p, --algorithm.{flag}",
-                    fix="leave one of them out",
-                )
-        value_loss.require_turns(self.separators, self.credit)
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -153,138 +129,116 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix, ObservationLoss)
             trained["mask"] = RoleSpec(trainable=False, tracks_policy=1.0)
         return with_reference(trained, self.has_kl, self.reference_reset_every > 0)
 
-
-@struct.dataclass
-class Batch(PolicyBatch):
-    """Weights are "policy", "value", "positive" (of right answers, to imitate) and "kl" (times the
-    KL scale)."""
-
-    targets: Targets
+    def parts(self, roles: Roles) -> tuple[Part, ...]:
+        """List the parts that are on, in the order of their effects."""
+        clip = self.normalized_reward_clip
+        mask = Part(name="mask", controller=moving_reference(self.mask_every, role="mask"))
+        return (
+            *([] if clip is None else [normalized_by_deviation(clip)]),
+            *(self.kl_parts(roles["reference"]) if self.has_kl else ()),
+            *self.correction_parts(),
+            *([entropy_bonus(self.entropy_coef)] if self.entropy_coef else []),
+            *self.text_parts(),
+            *self.observation_parts(),
+            critic_loss(self.critic, roles["value"]),
+            *([imitated_answers(self.positive_coef)] if self.positive_coef else []),
+            *([] if self.mask_top_p is None else [mask]),
+        )
 
 
 def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Build PPO. It learns from a Rollout. Its state is the scale of the KL coefficients,
-    if that adapts."""
+    """Build PPO. It learns from a Rollout."""
     policy = roles["policy"]
-    critic = config.critic
-    controllers = kl_controllers(config) | running_returns(config.normalized_reward_clip)
     if config.mask_top_p is not None:
         policy = restricted_role(policy, roles["mask"], config.mask_top_p, sampling.temperature)
-        controllers["mask"] = moving_reference(config.mask_every, role="mask")
-    terms = text_terms(config) | observation_terms(config)
-    surrogate = partial(
-        clipped_surrogate,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
+    return policy_gradient(
+        {**roles, "policy": policy},
+        sampling,
+        advantages=of_critic(config, roles["value"]),
+        surrogate=config.surrogate_function,
+        weights=masked.token_mean,
+        parts=config.parts(roles),
     )
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        rollout, layout = experience
-        rows = layout.rows(rollout.tokens)
-        rewards = rollout.rewards
-        if config.normalized_reward_clip is not None:
-            rewards, running = normalized_rewards(
-                rollout, state["returns"], config.normalized_reward_clip
-            )
-            state = state | {"returns": running}
-        mask = rollout.action_mask
-        # r_t <- r_t - kl_reward_coef * kl_scale * KL_t, token by token.
-        kl_scale = state["kl_scale"] if "kl_scale" in controllers else 1.0
-        reference_log_probs = None
-        if "reference" in config.roles:
-            reference_log_probs, penalty = reference_penalty(
-                config, roles["reference"], params, rollout, layout, sampling.temperature, kl_scale
-            )
-            rewards -= penalty
+
+def of_critic(config: PpoConfig, critic: Role) -> Callable[[Draft], Draft]:
+    """Make the function that gives a batch the advantages A_t, and the critic its targets R_t."""
+    gamma = config.critic.gamma
+    by_turn = config.credit == "turn"
+
+    def estimate_advantages(draft: Draft) -> Draft:
+        rollout, layout, rewards = draft.rollout, draft.layout, draft.rewards
+        mask, episode_id = rollout.action_mask, rollout.episode_id
         # V_t, [N, T], of the critic before the update.
         values = layout.unpack(
-            packing.over_micro_batches(partial(value_loss.values, roles["value"], params), rows)
+            packing.over_micro_batches(
+                partial(value_loss.values, critic, draft.params), layout.rows(rollout.tokens)
+            )
         )
-        episode_id = rollout.episode_id
         lam = config.lam
         if config.lam_alpha is not None:
             lengths = advantages.episode_totals(mask.sum(-1), episode_id)
             lam = advantages.length_adaptive_lambda(lengths, config.lam_alpha)
         # A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t. The targets of
         # the critic, R_t = V_t + A_t, have a lambda of their own.
-        by_turn = config.credit == "turn"
         ends = advantages.step_ends(rollout.tokens, mask, config.separators)
         estimate = partial(advantages.turn_gae, ends=ends) if by_turn else advantages.gae
-        advantage = estimate(rewards, values, mask, critic.gamma, lam, episode_id)
-        returns = values + estimate(rewards, values, mask, critic.gamma, critic.lam, episode_id)
+        advantage = estimate(rewards, values, mask, gamma, lam, episode_id)
+        returns = values + estimate(rewards, values, mask, gamma, config.critic.lam, episode_id)
         # The policy learns from actions of scored rows; with credit by turn, the critic only from
         # the first action of each turn. Whitened: (A - mean A) / std A over the learned tokens.
         learned = learned_tokens(rollout)
         valued = learned & advantages.turn_starts(mask, ends) if by_turn else learned
-        correction = corrected(config, policy, params, rollout, layout, sampling.temperature)
-        kept_tokens = correction.keep(learned)
         if config.whiten:
-            advantage = masked.whiten(advantage, kept_tokens)
+            advantage = masked.whiten(advantage, draft.learned)
         else:
-            advantage = jnp.where(kept_tokens, advantage, 0.0)
-        # Right answers: episodes that earned more than 0, before the KL is subtracted.
-        earned = masked.total(rollout.rewards, learned, axis=-1)
-        right = learned & (advantages.episode_totals(earned, episode_id) > 0)[:, None]
-        # w = 1 / (number of such tokens in the optimizer step), so that losses are means over it.
-        weighting = partial(
-            masked.token_mean, minibatch=layout.minibatch, minibatches=layout.minibatches
-        )
-        weights = weighting(kept_tokens)
-        packed = pack_policy_batch(
-            rollout, layout, advantage, weights, reference_log_probs, correction
-        )
-        further_weights = {
-            "value": layout.pack(weighting(valued)),
-            "positive": layout.pack(weighting(right)),
-        }
-        for name, term in terms.items():
-            assert term.weights is not None
-            further_weights[name] = layout.pack(term.weights(rollout, layout))
-        if "kl_scale" in controllers:
-            further_weights["kl"] = packed.weights["policy"] * kl_scale
+            advantage = jnp.where(draft.learned, advantage, 0.0)
+        weights = masked.token_mean(valued, layout.minibatch, layout.minibatches)
         targets = value_loss.targets(returns, values, valued, layout)
-        packed = replace(packed, rows=config.rows_of(packed.rows))
-        batch = Batch(**vars(packed), targets=targets)
-        batch.weights.update(further_weights)
-        return batch, state
+        draft = draft.with_fields(extras={"targets": targets})
+        return draft._replace(advantages=advantage, weights={"value": weights})
 
-    def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        # The hidden states serve the policy and, on a shared trunk, the critic.
-        hidden = policy.hidden(params, batch.rows)
-        token_log_probs = log_probs_of_hidden(
-            policy,
-            params,
-            hidden,
-            batch.rows,
-            sampling.temperature,
-            entropy_gradient=config.entropy_coef > 0,
-        )
-        # - sum w min(ratio A, clip(ratio) A) - entropy_coef H + kl_loss_coef KL, and the texts'
-        # - pretraining_coef mean log p.
-        total, metrics = policy_loss(
-            token_log_probs,
-            batch,
-            surrogate,
-            entropy_coef=config.entropy_coef,
-            kl_coef=config.kl_loss_coef,
-            kl_estimator=config.kl_estimator,
-            further_terms=terms,
-        )
-        # + coef * sum w 1/2 (V - R)^2, clipped around the V of `make_batch`.
-        values = value_loss.values(
-            roles["value"], params, batch.rows, hidden if critic.trunk == "shared" else None
-        )
-        critic_loss, value_metrics = value_loss.value_loss(
-            values, batch.targets, batch.weights["value"], critic
-        )
-        total += critic.coef * critic_loss
-        # VAPO's imitation of right answers: - positive_coef * sum w log pi.
-        if config.positive_coef:
-            positive = batch.weights["positive"]
-            total -= config.positive_coef * masked.total(
-                positive * token_log_probs.log_probs, positive > 0
-            )
-        return total, metrics | value_metrics
+    return estimate_advantages
 
-    return Algorithm(make_batch, loss, *combined(controllers))
+
+def critic_loss(critic: Critic, role: Role) -> Part:
+    """Make the part that fits the critic to its targets, which `of_critic` has put into the batch.
+
+    + coef * sum w 1/2 (V - R)^2, clipped around the V before the update.
+    """
+
+    def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        # On a shared trunk the hidden states serve the policy and the critic.
+        hidden = prediction.hidden if critic.trunk == "shared" else None
+        values = value_loss.values(role, prediction.params, batch.rows, hidden)
+        value, metrics = value_loss.value_loss(
+            values, batch.extras["targets"], batch.weights["value"], critic
+        )
+        return critic.coef * value, metrics
+
+    return Part(term=term)
+
+
+def imitated_answers(coef: float) -> Part:
+    """Make VAPO's part that imitates right answers: - positive_coef sum_t u_t log pi(y_t).
+
+    Right are episodes that earned more than 0, before the KL is subtracted.
+    """
+
+    def weights(rollout: Rollout, layout: Layout) -> Array:
+        learned = learned_tokens(rollout)
+        earned = masked.total(rollout.rewards, learned, axis=-1)
+        right = advantages.episode_totals(earned, rollout.episode_id) > 0
+        return masked.token_mean(learned & right[:, None], layout.minibatch, layout.minibatches)
+
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        del state
+        packed = draft.layout.pack(weights(draft.rollout, draft.layout))
+        return batch.with_weights(positive=packed)
+
+    def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        positive = batch.weights["positive"]
+        imitated = masked.total(positive * prediction.tokens.log_probs, positive > 0)
+        return -coef * imitated, {}
+
+    return Part(batch=batch, term=term)

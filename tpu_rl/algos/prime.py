@@ -20,13 +20,11 @@ it first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.grpo import ClippedPolicyConfig, group_policy_gradient
@@ -34,10 +32,16 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.losses.policy_batch import PolicyBatch, actions_of, learned_tokens
-from tpu_rl.losses.policy_gradient import clipped_surrogate
+from tpu_rl.losses.policy_batch import (
+    Draft,
+    Part,
+    PolicyBatch,
+    Prediction,
+    actions_of,
+    learned_tokens,
+)
 from tpu_rl.ranges import In, NotNegative, Positive
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
+from tpu_rl.types import Algorithm, Array, Metrics, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -86,74 +90,68 @@ class PrimeConfig(ClippedPolicyConfig):
         return with_reference(trained, needed=True)
 
 
-@struct.dataclass
-class PrimeBatch(PolicyBatch):
-    """Weights are those of GRPO, and "process": 1 / number of completions of the optimizer step, at
-    the last action of each."""
-
-    success: Array
-    """1 at the last action of a success."""
-    start_log_probs: Array
-    """The reference's log-probs."""
-
-
 def prime(config: PrimeConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build PRIME. It learns from a Rollout."""
-    surrogate = partial(
-        clipped_surrogate,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
-    base = group_policy_gradient(config, roles, sampling, surrogate)
+    process = process_model(config, roles, sampling.temperature)
+    return group_policy_gradient(config, roles, sampling, config.surrogate_function, [process])
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PrimeBatch, Any]:
-        rollout, layout = experience
-        assert isinstance(rollout, Rollout)
-        batch, state = base.make_batch(experience, params, state)
+
+def process_model(config: PrimeConfig, roles: Roles, temperature: float) -> Part:
+    """Make the part of the process model: its rewards in the advantages, and its loss.
+
+    Its weights "process" are 1 / number of completions of the optimizer step, at the last action of
+    each. Its extras are "success", 1 at the last action of a success, and "start_log_probs", the
+    reference's log-probs.
+    """
+
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        del state
+        rollout, layout = draft.rollout, draft.layout
         reference, process = (
-            frozen_log_probs(roles[name], params, batch.rows, sampling.temperature)
+            frozen_log_probs(roles[name], draft.params, batch.rows, temperature)
             for name in ("reference", "process")
         )
+        # r_t, and A_t without that of the outcome.
         log_ratio = layout.unpack(process - reference)
         learned = learned_tokens(rollout) & actions_of(rollout)
         rewards = jnp.where(learned, config.process_beta * log_ratio, 0.0)
         dense = config.process_coef * process_advantages(
             rewards, learned, rollout.group_id, config.process_gamma
         )
+        # l and 1 / completions, at the last action of each.
         last = masked.last(rollout.action_mask) & learned
         returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
         weights = masked.token_mean(last, layout.minibatch, layout.minibatches)
-        fields = vars(batch) | {
-            "advantages": batch.advantages + layout.pack(dense),
-            "weights": batch.weights | {"process": layout.pack(weights)},
-        }
         success = last & (returns >= config.min_reward)[:, None]
-        return PrimeBatch(
-            **fields, success=layout.pack(success * 1.0), start_log_probs=reference
-        ), state
+        return replace(
+            batch,
+            advantages=batch.advantages + layout.pack(dense),
+            weights=batch.weights | {"process": layout.pack(weights)},
+            extras=batch.extras
+            | {"success": layout.pack(success * 1.0), "start_log_probs": reference},
+        )
 
-    def loss(params: Params, batch: PrimeBatch) -> tuple[Array, Metrics]:
-        value, metrics = base.loss(params, batch)
-        process = token_log_probs(roles["process"], params, batch.rows, sampling.temperature)
-        ratio = jnp.where(batch.action_mask, process.log_probs - batch.start_log_probs, 0.0)
+    def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        process = token_log_probs(roles["process"], prediction.params, batch.rows, temperature)
+        start = batch.extras["start_log_probs"]
+        success = batch.extras["success"]
+        ratio = jnp.where(batch.action_mask, process.log_probs - start, 0.0)
         # s of each completion: the logit that it is a success.
         logits = masked.sequence_total(config.process_beta * ratio, batch.rows.sequence_ids)
         weights = batch.weights["process"]
-        losses = -jax.nn.log_sigmoid(jnp.where(batch.success > 0, logits, -logits))
-        value += masked.total(weights * losses, weights > 0)
-        right = ((logits > 0) == (batch.success > 0)).astype(jnp.float32)
-        return value, metrics | {
+        losses = -jax.nn.log_sigmoid(jnp.where(success > 0, logits, -logits))
+        right = ((logits > 0) == (success > 0)).astype(jnp.float32)
+        return masked.total(weights * losses, weights > 0), {
             "process/loss": masked.weighted_average(losses, weights),
             "process/accuracy": masked.weighted_average(right, weights),
-            "process/right": masked.weighted_average(batch.success, weights),
+            "process/right": masked.weighted_average(success, weights),
         }
 
-    return base._replace(make_batch=make_batch, loss=loss)
+    return Part(batch=batch, term=term)
 
 
 def process_advantages(rewards: Array, mask: Array, group_id: Array, gamma: float) -> Array:
-    """Return the advantages of process rewards, [N, T]: the discounted sum from each token on of
+    """Compute the advantages of process rewards, [N, T]: the discounted sum from each token on of
     the reward minus the leave-one-out mean of the group's mean rewards."""
     means = masked.mean(rewards, mask, axis=-1)
     # mean - mean of the others = leave_one_out(mean).

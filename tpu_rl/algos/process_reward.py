@@ -21,7 +21,7 @@ Deviations: the two classes are one logit of a head instead of two tokens of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from flax import struct
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
+from tpu_rl.ranges import Count, ReadOnlyWith
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -46,18 +46,21 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class ProcessRewardConfig:
+class ProcessRewardConfig(ranges.Checked):
     """Steps are labeled right or wrong."""
 
     steps: Literal["given", "reference", "monte_carlo"] = "given"
     """given: the data file has labeled steps. reference (arithmetic only): the model as it starts
     writes the steps, and they are compared with the true calculation. monte_carlo: it writes the
     steps, and continues from one end of a step of each completion; --reward judges what follows."""
-    continuations: int = 4
+    continuations: Annotated[
+        Count,
+        ReadOnlyWith("steps", "monte_carlo", why="there are no continuations to label steps with"),
+    ] = 4
     """monte_carlo: continuations from an end of a step."""
-    min_reward: float = 0.5
+    min_reward: Annotated[float, ReadOnlyWith("steps", "monte_carlo")] = 0.5
     """monte_carlo: a continuation with at least this reward is right."""
-    hard_labels: bool = False
+    hard_labels: Annotated[bool, ReadOnlyWith("steps", "monte_carlo")] = False
     """monte_carlo: a step is right if any continuation is; otherwise its label is their share."""
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a step, for scoring completions with the model. The last token of
@@ -67,17 +70,6 @@ class ProcessRewardConfig:
     smallest probability or of the product, or the mean probability."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weights: every step alike, or every completion alike."""
-
-    def __post_init__(self):
-        ranges.check(self)
-        names = ("continuations", "min_reward", "hard_labels")
-        changed = [n for n in names if getattr(self, n) != getattr(ProcessRewardConfig, n)]
-        if self.continuations < 1 or (changed and self.steps != "monte_carlo"):
-            raise InputError(
-                "there are no continuations to label steps with",
-                where="--algorithm.continuations, .min-reward, .hard-labels",
-                fix="use --algorithm.steps monte_carlo with at least 1 continuation",
-            )
 
     @property
     def experience(self) -> ExperienceSpec:

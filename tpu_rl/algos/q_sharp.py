@@ -34,7 +34,7 @@ prompt that is solved with probability p, the share of right examples among thos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from tpu_rl.losses.log_probs import (
     vocabulary,
 )
 from tpu_rl.losses.return_distributions import Support
-from tpu_rl.ranges import Count, CountOrNone, NotNegative, Positive
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, Needs, NotNegative, Positive, ReadOnlyWith
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -61,6 +61,7 @@ from tpu_rl.types import (
     PackedRows,
     Params,
     QExamples,
+    Role,
     Roles,
     Sampling,
 )
@@ -93,12 +94,27 @@ class QSharpConfig:
     """Author of the prefixes. guided: the policy that q guides, in the first round the reference;
     the reference continues each from a random token. none: the reference writes the whole answer,
     and all of its tokens are labeled."""
-    next_token_coef: NotNegative = 0.0
+    next_token_coef: Annotated[
+        NotNegative,
+        Conflicts(
+            "q_model",
+            why="the reference's unembedding reads q, which starts as another model",
+        ),
+    ] = 0.0
     """Coefficient of q's next-token loss on the tokens that the reference wrote. It keeps what the
     pretrained layers know. Not with `q_model`."""
-    next_token_horizon: Count = 1
+    next_token_horizon: Annotated[
+        Count, Needs("next_token_coef", why="the horizon belongs to its loss")
+    ] = 1
     """Predict the tokens up to so many places ahead, each distance with a head of its own."""
-    unlabeled_tokens: CountOrNone = 0
+    unlabeled_tokens: Annotated[
+        CountOrNone,
+        ReadOnlyWith(
+            "roll_in",
+            "none",
+            why="it counts tokens of answers that the reference wrote from their start",
+        ),
+    ] = 0
     """First tokens of an answer without a label, if the prompt dictates them. Their label would be
     the return of the prompt, for each answer again. Only with `roll_in="none"`."""
     drop_equal_returns: bool = False
@@ -125,27 +141,6 @@ class QSharpConfig:
     def __post_init__(self):
         ranges.check(self)
         low, high, atoms = self.support
-        if self.next_token_coef and self.q_model is not None:
-            raise InputError(
-                "q cannot keep a next-token loss if it starts as another model",
-                where="--algorithm.next-token-coef, --algorithm.q-model",
-                why="the reference's unembedding reads q's hidden states",
-                fix="leave one of the two out",
-            )
-        if self.next_token_horizon > 1 and not self.next_token_coef:
-            raise InputError(
-                f"Q# cannot predict {self.next_token_horizon} tokens ahead",
-                where="--algorithm.next-token-horizon",
-                why="the horizon belongs to the loss of --algorithm.next-token-coef",
-                fix="set --algorithm.next-token-coef too, or leave the horizon at 1",
-            )
-        if self.unlabeled_tokens and self.roll_in != "none":
-            raise InputError(
-                f"Q# cannot leave {self.unlabeled_tokens} first tokens without a label",
-                where="--algorithm.unlabeled-tokens",
-                why="it is a number of tokens of answers that the reference wrote from their start",
-                fix="use --algorithm.roll-in none with it, or 0",
-            )
         has_candidates = self.q_type == "q" if self.candidates is None else self.candidates > 0
         if not has_candidates:
             raise InputError(
@@ -217,6 +212,39 @@ class Batch:
     returns: Array
 
 
+def token_outputs(
+    config: QSharpConfig, q: Role, params: Params, rows: PackedRows, hidden: Array
+) -> Array:
+    """Compute q's outputs for each token, [R, S, K]."""
+    if config.q_type == "v":
+        return q.logits(params, hidden)
+
+    def chosen_outputs(tokens: Array, states: Array) -> Array:
+        by_token = q.logits(params, states).reshape(*tokens.shape, -1, config.outputs)
+        return jnp.take_along_axis(by_token, tokens[..., None, None], axis=2)[:, :, 0]
+
+    # Q-type has V x K outputs per state, so it takes a chunk of tokens at a time.
+    chunk_tokens = tokens_at_once(vocabulary(q, params, hidden))
+    return over_actions(chosen_outputs, rows, hidden, chunk_tokens=chunk_tokens)
+
+
+def log_probs_ahead(
+    roles: Roles, params: Params, rows: PackedRows, hidden: Array, distance: int
+) -> Array:
+    """Compute log p of each token given the states `distance` >= 2 tokens before it, [R, S]."""
+    ahead = roles["ahead"]
+    vocabulary_size = vocabulary(roles["policy"], params, hidden)
+
+    def logits(params: Params, states: Array) -> Array:
+        first = (distance - 2) * vocabulary_size
+        return ahead.logits(params, states)[..., first : first + vocabulary_size]
+
+    # log_probs_of_hidden shifts by one token.
+    for _ in range(distance - 1):
+        hidden = predicting(hidden, rows)
+    return log_probs_of_hidden(ahead._replace(logits=logits), params, hidden, rows).log_probs
+
+
 def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build Q#. It learns from QExamples."""
     del sampling
@@ -245,38 +273,11 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
         )
         return batch, state
 
-    def token_outputs(params: Params, rows: PackedRows, hidden: Array) -> Array:
-        """Return q's outputs for each token, [R, S, K]."""
-        if config.q_type == "v":
-            return q.logits(params, hidden)
-
-        def chosen_outputs(tokens: Array, states: Array) -> Array:
-            by_token = q.logits(params, states).reshape(*tokens.shape, -1, config.outputs)
-            return jnp.take_along_axis(by_token, tokens[..., None, None], axis=2)[:, :, 0]
-
-        # Q-type has V x K outputs per state, so it takes a chunk of tokens at a time.
-        chunk_tokens = tokens_at_once(vocabulary(q, params, hidden))
-        return over_actions(chosen_outputs, rows, hidden, chunk_tokens=chunk_tokens)
-
-    def log_probs_ahead(params: Params, rows: PackedRows, hidden: Array, distance: int) -> Array:
-        """Return log p of each token given the states `distance` >= 2 tokens before it, [R, S]."""
-        ahead = roles["ahead"]
-        vocabulary_size = vocabulary(roles["policy"], params, hidden)
-
-        def logits(params: Params, states: Array) -> Array:
-            first = (distance - 2) * vocabulary_size
-            return ahead.logits(params, states)[..., first : first + vocabulary_size]
-
-        # log_probs_of_hidden shifts by one token.
-        for _ in range(distance - 1):
-            hidden = predicting(hidden, rows)
-        return log_probs_of_hidden(ahead._replace(logits=logits), params, hidden, rows).log_probs
-
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["q"]
         returns = batch.returns
         hidden = q.hidden(params, batch.rows)
-        outputs = token_outputs(params, batch.rows, hidden)
+        outputs = token_outputs(config, q, params, batch.rows, hidden)
         if config.distribution == "squared_error":
             losses = jnp.square(jax.nn.sigmoid(outputs[..., 0]) - returns)
         else:
@@ -292,7 +293,7 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
             value -= next_token_coef * masked.total(next_weights * log_probs, next_weights > 0)
             metrics["q/next_token_loss"] = masked.weighted_average(-log_probs, next_weights)
             for distance in range(2, config.next_token_horizon + 1):
-                log_probs = log_probs_ahead(params, batch.rows, hidden, distance)
+                log_probs = log_probs_ahead(roles, params, batch.rows, hidden, distance)
                 value -= next_token_coef * masked.total(next_weights * log_probs, next_weights > 0)
                 metrics[f"q/next_token_loss_{distance}"] = masked.weighted_average(
                     -log_probs, next_weights

@@ -28,37 +28,37 @@ one update per batch the ratio is 1 and the gradient the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, Opponent, PromptValue, RoleSpec
-from tpu_rl.algos.controllers import combined, kl_controllers
+from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.losses.policy_batch import (
-    PolicyBatch,
-    corrected,
-    learned_tokens,
-    pack_policy_batch,
-    reference_penalty,
-)
-from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.losses.entropy import entropy_bonus
+from tpu_rl.losses.policy_batch import Draft, learned_tokens
+from tpu_rl.losses.policy_gradient import ClipSettings
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.ranges import In, NotNegative, Positive, Share
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
+from tpu_rl.ranges import Conflicts, In, NotNegative, Share
+from tpu_rl.types import Algorithm, Array, Roles, Rollout, Sampling
 
 
 @dataclass(frozen=True)
-class ReinforceConfig(SamplerCorrection, ReferenceKl):
+class ReinforceConfig(SamplerCorrection, ReferenceKl, ClipSettings):
     """Coefficients multiply nats."""
 
-    baseline: Literal["none", "group", "greedy"] = "none"
+    baseline: Annotated[
+        Literal["none", "group", "greedy"],
+        Conflicts(
+            "opponent_mix",
+            when="greedy",
+            why="the greedy baseline is a reward, and the return is a chance to win",
+        ),
+    ] = "none"
     """none: 0. group: the mean return of the prompt's completions. greedy: the reward of one more
     completion per prompt, the greedy one, which is not learned from."""
     whiten: bool = True
@@ -70,27 +70,13 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
     loss_aggregation: Literal["token_mean", "sequence_sum", "constant_length"] = "token_mean"
     gamma: Annotated[float, In("(0, 1]")] = 1.0
     """Discount per token, or per turn if `credit` is."""
-    clip_low: Annotated[float, In("(0, 1]")] = 0.2
+    clip_low: Annotated[float, In("(0, 1]")] = field(default=0.2, kw_only=True)
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
-    clip_high: Positive = 0.2
-    """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
-    dual_clip: Annotated[float, In("(1, inf)")] | None = None
-    """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus."""
     credit: Literal["token", "turn"] = "token"
     """Return of a token: the rewards from it on (token), or from its turn on (turn). With turn, the
     group's baseline is the mean return of the same turn of the group's episodes."""
-
-    def __post_init__(self):
-        SamplerCorrection.__post_init__(self)
-        ReferenceKl.__post_init__(self)
-        if self.opponent_mix is not None and self.baseline == "greedy":
-            raise InputError(
-                "the greedy baseline is a reward, and the return is a chance to win",
-                where="--algorithm.opponent-mix, --algorithm.baseline",
-                fix="use --algorithm.baseline none",
-            )
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -115,92 +101,68 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
 
     Its state is the scale of the KL coefficients, if that adapts.
     """
-    weighting = masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens)
-    surrogate = partial(
-        clipped_surrogate,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
+    return policy_gradient(
+        roles,
+        sampling,
+        advantages=returns_above_baseline(config),
+        surrogate=config.surrogate_function,
+        weights=masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens),
+        parts=(
+            *config.correction_parts(),
+            *(config.kl_parts(roles["reference"]) if config.has_kl else ()),
+            *([entropy_bonus(config.entropy_coef)] if config.entropy_coef else []),
+        ),
     )
+
+
+def returns_above_baseline(config: ReinforceConfig) -> Callable[[Draft], Draft]:
+    """Make the function that gives a batch the advantages A_t = G_t - b."""
     by_turn = config.credit == "turn"
-    controllers = kl_controllers(config)
     returns_of = advantages.turn_returns if by_turn else advantages.returns_to_go
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
-        rollout, layout = experience
-        rewards = rollout.rewards
+    def compare(draft: Draft) -> Draft:
+        rollout = draft.rollout
         learned = learned_tokens(rollout)
-        reference_log_probs = None
-        if config.has_kl:
-            scale = state["kl_scale"] if "kl_scale" in controllers else 1.0
-            reference_log_probs, penalty = reference_penalty(
-                config, roles["reference"], params, rollout, layout, sampling.temperature, scale
-            )
-            rewards -= penalty
-        advantage = returns_of(rewards, learned, config.gamma, rollout.episode_id)
-        advantage -= baseline(rollout, learned)
-        correction = corrected(
-            config, roles["policy"], params, rollout, layout, sampling.temperature
-        )
-        kept_tokens = correction.keep(learned)
+        advantage = returns_of(draft.rewards, learned, config.gamma, rollout.episode_id)
+        advantage -= baseline(config, rollout, learned)
         if config.whiten:
-            advantage = masked.whiten(advantage, kept_tokens)
+            advantage = masked.whiten(advantage, draft.learned)
         else:
-            advantage = jnp.where(kept_tokens, advantage, 0.0)
-        weights = weighting(kept_tokens, layout.minibatch, layout.minibatches)
-        batch = pack_policy_batch(
-            rollout, layout, advantage, weights, reference_log_probs, correction
-        )
-        if "kl_scale" in controllers:
-            batch.weights["kl"] = batch.weights["policy"] * state["kl_scale"]
-        return batch, state
+            advantage = jnp.where(draft.learned, advantage, 0.0)
+        return draft._replace(advantages=advantage)
 
-    def baseline(rollout: Rollout, learned: Array) -> Array:
-        """Return b of each token, [N, T] or [N, 1]."""
-        scored = learned.any(-1)
-        match config.baseline:
-            case "none":
-                return jnp.zeros_like(rollout.rewards[:, :1])
-            case "group" if config.credit == "turn":
-                returns = returns_of(rollout.rewards, learned, config.gamma, rollout.episode_id)
-                return returns - advantages.per_turn(
-                    advantages.group_centered,
-                    returns,
-                    learned,
-                    rollout.group_id,
-                    scored,
-                    rollout.episode_id,
-                )
-            case "group":
-                row_returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
-                returns = advantages.episode_totals(row_returns, rollout.episode_id)
-                centered = advantages.per_episode(
-                    advantages.group_centered,
-                    row_returns,
-                    rollout.group_id,
-                    scored,
-                    rollout.episode_id,
-                )
-                return (returns - centered)[:, None]
-            case "greedy":
-                assert rollout.baseline is not None
-                return rollout.baseline[:, None]
+    return compare
 
-    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        policy = token_log_probs(
-            roles["policy"],
-            params,
-            batch.rows,
-            sampling.temperature,
-            entropy_gradient=config.entropy_coef > 0,
-        )
-        return policy_loss(
-            policy,
-            batch,
-            surrogate,
-            entropy_coef=config.entropy_coef,
-            kl_coef=config.kl_loss_coef,
-            kl_estimator=config.kl_estimator,
-        )
 
-    return Algorithm(make_batch, loss, *combined(controllers))
+def baseline(config: ReinforceConfig, rollout: Rollout, learned: Array) -> Array:
+    """Compute b of each token, [N, T] or [N, 1]."""
+    scored = learned.any(-1)
+    match config.baseline:
+        case "none":
+            return jnp.zeros_like(rollout.rewards[:, :1])
+        case "group" if config.credit == "turn":
+            returns = advantages.turn_returns(
+                rollout.rewards, learned, config.gamma, rollout.episode_id
+            )
+            return returns - advantages.per_turn(
+                advantages.group_centered,
+                returns,
+                learned,
+                rollout.group_id,
+                scored,
+                rollout.episode_id,
+            )
+        case "group":
+            row_returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+            returns = advantages.episode_totals(row_returns, rollout.episode_id)
+            centered = advantages.per_episode(
+                advantages.group_centered,
+                row_returns,
+                rollout.group_id,
+                scored,
+                rollout.episode_id,
+            )
+            return (returns - centered)[:, None]
+        case "greedy":
+            assert rollout.baseline is not None
+            return rollout.baseline[:, None]

@@ -42,7 +42,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_from
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
@@ -55,7 +54,7 @@ from tpu_rl.losses.preference import (
     pair_scores,
     pair_weights,
 )
-from tpu_rl.losses.robust import Ball, conflict, worst_case_by_step
+from tpu_rl.losses.robust import RobustSettings, worst_case_by_step
 from tpu_rl.ranges import Count, NotNegative, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -73,7 +72,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(RobustSettings):
     """Rewards are in nats: a margin of 1 wins with probability sigmoid(1)."""
 
     pairs: Literal["given", "reference", "rated"] = "given"
@@ -97,20 +96,12 @@ class RewardModelConfig:
     centering_coef: NotNegative = 0.0
     """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero. Ratings need
     none, and have none."""
-    robust_radius: float = 0.0
-    """Total variation within which the worst weights of an optimizer step's pairs are used."""
-    robust_ball: Ball = "tv"
-    """Divergence that bounds the worst case; for kl and chi_square robust_radius is its
-    coefficient (see `tpu_rl/losses/robust.py`)."""
     worst_share: Share = 0.0
     """Share of the smallest member in the ensemble's score; the mean has the rest (BRME, arXiv
     2409.15360). 1 is the smallest member alone."""
 
     def __post_init__(self):
-        ranges.check(self)
-        problem = conflict(self.robust_radius, self.robust_ball)
-        if problem:
-            raise InputError(problem, where="--algorithm.robust-radius", fix="see --help-all")
+        super().__post_init__()
         if self.pairs == "rated" and (self.centering_coef or not self.margin_coef):
             raise InputError(
                 "ratings are learned as they are",
@@ -165,6 +156,41 @@ class Batch:
     margin: Array
 
 
+def compare(
+    config: RewardModelConfig, roles: Roles, params: Params, batch: Batch
+) -> tuple[Array, Pair]:
+    """Compute the losses and the rewards of both completions, [R, S, members], at every token of
+    a pair; of ratings, the rewards and the scores at each end."""
+    outputs = []
+    for name in config.members:
+        hidden = roles[name].hidden(params, batch.rows)
+        outputs.append(roles[name].logits(params, hidden))
+    rewards = jnp.concatenate(outputs, axis=-1)
+    if config.pairs == "rated":
+        pair = Pair(rewards, jnp.broadcast_to(batch.margin[..., None], rewards.shape))
+        losses = jnp.square(pair.chosen - pair.rejected)
+        if config.deviations:
+            means, own = reward_score.means_and_deviations(pair.chosen)
+            errors = jnp.square(means - batch.margin[..., None])
+            losses = jnp.log(own) + errors / (2 * jnp.square(own))
+        return jnp.where(batch.ends[..., None], losses, 0), pair
+    # Of pairs: Bradley-Terry on the lead of the chosen one.
+    scores_of_members = jax.vmap(pair_scores, in_axes=(-1, None, None, None), out_axes=-1)
+    pair = scores_of_members(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
+    margin = batch.margin[..., None]
+    if not config.deviations:
+        losses = bradley_terry(pair.chosen, pair.rejected, margin, config.centering_coef)
+        return losses, pair
+    # With deviations the lead is normal, of variance v: the mean of sigmoid is close to
+    # sigmoid(lead / sqrt(1 + pi/8 v)).
+    chosen, chosen_spread = reward_score.means_and_deviations(pair.chosen)
+    rejected, rejected_spread = reward_score.means_and_deviations(pair.rejected)
+    variance = jnp.square(chosen_spread) + jnp.square(rejected_spread)
+    lead = (chosen - rejected - margin) / jnp.sqrt(1 + jnp.pi / 8 * variance)
+    center = config.centering_coef * jnp.square(chosen + rejected)
+    return bradley_terry(lead, jnp.zeros_like(lead)) + center, pair
+
+
 def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build a reward model. It learns from Pairs.
 
@@ -173,35 +199,6 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
     del sampling
     is_rated = config.pairs == "rated"
     member_count = config.heads * config.trunks
-
-    def compare(params: Params, batch: Batch) -> tuple[Array, Pair]:
-        """Return the losses and the rewards of both completions, [R, S, members], at every token of
-        a pair; of ratings, the rewards and the scores at each end."""
-        outputs = []
-        for name in config.members:
-            hidden = roles[name].hidden(params, batch.rows)
-            outputs.append(roles[name].logits(params, hidden))
-        rewards = jnp.concatenate(outputs, axis=-1)
-        if is_rated:
-            pair = Pair(rewards, jnp.broadcast_to(batch.margin[..., None], rewards.shape))
-            losses = jnp.square(pair.chosen - pair.rejected)
-            if config.deviations:
-                means, own = reward_score.means_and_deviations(pair.chosen)
-                errors = jnp.square(means - batch.margin[..., None])
-                losses = jnp.log(own) + errors / (2 * jnp.square(own))
-            return jnp.where(batch.ends[..., None], losses, 0), pair
-        scores_of_members = jax.vmap(pair_scores, in_axes=(-1, None, None, None), out_axes=-1)
-        pair = scores_of_members(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
-        margin = batch.margin[..., None]
-        if not config.deviations:
-            losses = bradley_terry(pair.chosen, pair.rejected, margin, config.centering_coef)
-            return losses, pair
-        chosen, chosen_spread = reward_score.means_and_deviations(pair.chosen)
-        rejected, rejected_spread = reward_score.means_and_deviations(pair.rejected)
-        variance = jnp.square(chosen_spread) + jnp.square(rejected_spread)
-        lead = (chosen - rejected - margin) / jnp.sqrt(1 + jnp.pi / 8 * variance)
-        center = config.centering_coef * jnp.square(chosen + rejected)
-        return bradley_terry(lead, jnp.zeros_like(lead)) + center, pair
 
     def spread_of(outputs: Array) -> Array:
         return reward_score.deviation(outputs, config.deviations)
@@ -233,7 +230,7 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         )
         if config.robust_radius:
             losses = packing.over_micro_batches(
-                lambda micro_batch: compare(params, micro_batch)[0], batch
+                lambda micro_batch: compare(config, roles, params, micro_batch)[0], batch
             )
             weights = {
                 name: worst_case_by_step(
@@ -245,7 +242,7 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        losses, pair = compare(params, batch)
+        losses, pair = compare(config, roles, params, batch)
         weights = jnp.stack(list(batch.weights.values()), axis=-1) / len(batch.weights)
         value = masked.total(weights * losses, weights > 0)
         better, worse = (

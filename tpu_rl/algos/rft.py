@@ -26,27 +26,33 @@ rationalization (hints for problems that were not solved) is left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import Acceptance, ExperienceSpec, RoleSpec
-from tpu_rl.algos.roles import moving_reference
 from tpu_rl.algos.sft import SftConfig, sft
-from tpu_rl.errors import InputError
-from tpu_rl.ranges import Count, CountOrNone
+from tpu_rl.losses.controllers import moving_reference
+from tpu_rl.ranges import Count, CountOrNone, Needs, ReadOnlyWith
 from tpu_rl.types import Algorithm, Roles, Sampling
 
 
 @dataclass(frozen=True)
-class RftConfig:
+class RftConfig(ranges.Checked):
     """By default the policy itself samples, and learns from all completions that pass."""
 
-    sampled_by: Literal["policy", "reference", "teacher"] = "policy"
+    sampled_by: Annotated[
+        Literal["policy", "reference", "teacher"], Needs("teacher", when="teacher")
+    ] = "policy"
     """The model that completes the prompts: the policy as it is, the model that the run (or, with
     `round_steps`, the round) began with, or `teacher`."""
-    teacher: str | None = None
+    teacher: Annotated[
+        str | None, ReadOnlyWith("sampled_by", "teacher", why="it does not sample")
+    ] = None
     """A model with the policy's tokenizer: a directory, a hub id or the model folder of a run."""
-    keep: Literal["passing", "best"] = "passing"
+    keep: Annotated[
+        Literal["passing", "best"],
+        Needs("max_per_prompt", when="best", why="it says how many of the best completions count"),
+    ] = "passing"
     """passing: completions whose reward is at least `min_reward`. best: the `max_per_prompt` best
     completions of each prompt, whatever their rewards are."""
     min_reward: float = 0.5
@@ -54,38 +60,11 @@ class RftConfig:
     max_per_prompt: Count | None = None
     """The largest number of different completions of a prompt to learn from, the best ones. If not
     given, learn from all."""
-    round_steps: CountOrNone = 0
+    round_steps: Annotated[
+        CountOrNone, ReadOnlyWith("sampled_by", "reference", why="rounds move the reference")
+    ] = 0
     """Expert iteration: the reference is set to the policy every so many optimizer steps. 0 never
     moves it."""
-
-    def __post_init__(self):
-        ranges.check(self)
-        if self.keep == "best" and self.max_per_prompt is None:
-            raise InputError(
-                "how many of the best completions count is not given",
-                where="--algorithm.keep best",
-                fix="add --algorithm.max-per-prompt 1",
-            )
-        if self.round_steps < 0:
-            raise InputError(
-                f"round_steps {self.round_steps} is negative",
-                where="--algorithm.round-steps",
-                fix="use 0 for no rounds, or the steps of a round",
-            )
-        if self.round_steps and self.sampled_by != "reference":
-            raise InputError(
-                f"rounds move the reference, and the {self.sampled_by} samples",
-                where="--algorithm.round-steps, --algorithm.sampled-by",
-                fix="use --algorithm.sampled-by reference, or no rounds",
-            )
-        if (self.sampled_by == "teacher") != (self.teacher is not None):
-            raise InputError(
-                "a teacher is given, and does not sample"
-                if self.teacher is not None
-                else "no teacher given",
-                where="--algorithm.teacher, --algorithm.sampled-by",
-                fix="use --algorithm.sampled-by teacher with --algorithm.teacher DIR, or neither",
-            )
 
     @property
     def experience(self) -> ExperienceSpec:

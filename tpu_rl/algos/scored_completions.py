@@ -41,6 +41,7 @@ from tpu_rl.types import (
     Algorithm,
     Array,
     Experience,
+    Layout,
     Metrics,
     PackedRows,
     Params,
@@ -52,7 +53,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class ScoredCompletionsConfig:
+class ScoredCompletionsConfig(ranges.Checked):
     """Scores are in units of reward; log-probs are at temperature 1."""
 
     loss: Literal["rrhf", "tpo", "prdp", "a_lol"] = "rrhf"
@@ -69,9 +70,6 @@ class ScoredCompletionsConfig:
     clip: Positive = 0.2
     """prdp: nats that a completion's log-prob may move per batch. a_lol: range of the ratio around
     1."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -108,6 +106,67 @@ class Batch:
     old_log_probs: Array | None
 
 
+def compared_pairs(
+    config: ScoredCompletionsConfig, data: ScoredCompletions, layout: Layout, compared: Array
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array], Array]:
+    """Find the pairs of completions of a prompt: each with the d-th next one.
+
+    Returns:
+      `Batch.peers`, `Batch.is_pair` and `Batch.differences`, packed, and the number of pairs of
+      each completion, [N].
+    """
+    mask = data.action_mask
+    first = mask & (jnp.cumsum(mask, axis=-1) == 1)
+    # The slot of each completion's first token, within its packed row.
+    slots = jnp.take_along_axis(layout.slot, mask.argmax(-1)[:, None], axis=1)[:, 0]
+    slots = jnp.maximum(slots, 0) % layout.source.shape[-1]
+    peers, pairs, differences = {}, {}, {}
+    num_pairs = jnp.zeros(len(mask))
+    for d in range(1, 1 if config.loss == "a_lol" else config.max_completions):
+        is_pair = compared & jnp.roll(compared, -d) & (jnp.arange(len(mask)) < len(mask) - d)
+        is_pair &= data.group_id == jnp.roll(data.group_id, -d)
+        difference = jnp.where(is_pair, data.scores - jnp.roll(data.scores, -d), 0.0)
+        if config.loss != "prdp":
+            # Equal scores say nothing, except to a regression on their difference.
+            is_pair &= difference != 0
+        num_pairs += is_pair
+        peers[f"{d}"] = layout.pack(jnp.where(first, jnp.roll(slots, -d)[:, None], 0))
+        pairs[f"{d}"] = layout.pack(first & is_pair[:, None], False)
+        differences[f"{d}"] = layout.pack(first * difference[:, None])
+    return peers, pairs, differences, num_pairs
+
+
+def total(values: Array, batch: Batch) -> Array:
+    """Sum values over the completion of each token, [R, S]."""
+    return masked.sequence_total(jnp.where(batch.action_mask, values, 0.0), batch.rows.sequence_ids)
+
+
+def pair_losses(
+    config: ScoredCompletionsConfig, scores: Array, batch: Batch, old: Array | None
+) -> Array:
+    """Average the losses over the later completions of a prompt, at each first token [R, S]."""
+    losses, counts = jnp.zeros_like(scores), jnp.zeros_like(scores)
+    for d, peer in batch.peers.items():
+        is_pair = batch.is_pair[d]
+        difference = batch.differences[d]
+        lead = scores - jnp.take_along_axis(scores, peer, axis=1)
+        if config.loss == "prdp":
+            assert old is not None
+            near = old + jnp.clip(scores - old, -config.clip, config.clip)
+            near_lead = near - jnp.take_along_axis(near, peer, axis=1)
+            value = jnp.maximum(
+                jnp.square(config.beta * lead - difference),
+                jnp.square(config.beta * near_lead - difference),
+            )
+        else:
+            lead *= jnp.sign(difference)
+            logistic = -jax.nn.log_sigmoid(config.beta * lead)
+            value = jnp.maximum(0.0, -lead) if config.loss == "rrhf" else logistic
+        losses += jnp.where(is_pair, value, 0.0)
+        counts += is_pair
+    return losses / jnp.maximum(counts, 1.0)
+
+
 def scored_completions(
     config: ScoredCompletionsConfig, roles: Roles, sampling: Sampling
 ) -> Algorithm:
@@ -123,24 +182,8 @@ def scored_completions(
         exists = mask.any(-1)
         first = mask & (jnp.cumsum(mask, axis=-1) == 1)
         best = is_best(data.scores, data.group_id, exists)
-        slots = jnp.take_along_axis(layout.slot, mask.argmax(-1)[:, None], axis=1)[:, 0]
-        slots = jnp.maximum(slots, 0) % layout.source.shape[-1]
         compared = exists & ~best if config.loss == "tpo" else exists
-        peers = {}
-        pairs = {}
-        differences = {}
-        num_pairs = jnp.zeros(len(mask))
-        for d in range(1, config.max_completions if is_paired else 1):
-            is_pair = compared & jnp.roll(compared, -d) & (jnp.arange(len(mask)) < len(mask) - d)
-            is_pair &= data.group_id == jnp.roll(data.group_id, -d)
-            difference = jnp.where(is_pair, data.scores - jnp.roll(data.scores, -d), 0.0)
-            if config.loss != "prdp":
-                # Equal scores say nothing, except to a regression on their difference.
-                is_pair &= difference != 0
-            num_pairs += is_pair
-            peers[f"{d}"] = layout.pack(jnp.where(first, jnp.roll(slots, -d)[:, None], 0))
-            pairs[f"{d}"] = layout.pack(first & is_pair[:, None], False)
-            differences[f"{d}"] = layout.pack(first * difference[:, None])
+        peers, pairs, differences, num_pairs = compared_pairs(config, data, layout, compared)
         of_best = masked.token_mean(first & best[:, None], layout.minibatch, layout.minibatches)
         weights = {"best": of_best}
         if config.loss == "rrhf":
@@ -176,35 +219,6 @@ def scored_completions(
             else None,
         ), state
 
-    def total(values: Array, batch: Batch) -> Array:
-        """Return the sum over the completion of each token, [R, S]."""
-        return masked.sequence_total(
-            jnp.where(batch.action_mask, values, 0.0), batch.rows.sequence_ids
-        )
-
-    def pair_losses(scores: Array, batch: Batch, old: Array | None) -> Array:
-        """Return the mean over the later completions of a prompt, at each first token [R, S]."""
-        losses, counts = jnp.zeros_like(scores), jnp.zeros_like(scores)
-        for d, peer in batch.peers.items():
-            is_pair = batch.is_pair[d]
-            difference = batch.differences[d]
-            lead = scores - jnp.take_along_axis(scores, peer, axis=1)
-            if config.loss == "prdp":
-                assert old is not None
-                near = old + jnp.clip(scores - old, -config.clip, config.clip)
-                near_lead = near - jnp.take_along_axis(near, peer, axis=1)
-                value = jnp.maximum(
-                    jnp.square(config.beta * lead - difference),
-                    jnp.square(config.beta * near_lead - difference),
-                )
-            else:
-                lead *= jnp.sign(difference)
-                logistic = -jax.nn.log_sigmoid(config.beta * lead)
-                value = jnp.maximum(0.0, -lead) if config.loss == "rrhf" else logistic
-            losses += jnp.where(is_pair, value, 0.0)
-            counts += is_pair
-        return losses / jnp.maximum(counts, 1.0)
-
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs
         sums = total(log_probs, batch)
@@ -220,10 +234,10 @@ def scored_completions(
             assert reference is not None
             assert batch.old_log_probs is not None
             old = total(batch.old_log_probs - reference, batch)
-            losses["pairs"] = pair_losses(total(log_probs - reference, batch), batch, old)
+            losses["pairs"] = pair_losses(config, total(log_probs - reference, batch), batch, old)
         else:
             scores = means if config.loss == "rrhf" else sums
-            losses["pairs"] = pair_losses(scores, batch, None)
+            losses["pairs"] = pair_losses(config, scores, batch, None)
             losses["best"] = -config.nll_coef * means
         parts = {
             name: masked.total(batch.weights[name] * values, batch.weights[name] > 0)
@@ -240,11 +254,11 @@ def scored_completions(
         metrics["preference/log_prob_mean"] = masked.average(means, first)
         return value, metrics
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, stops_gradient=config.loss == "a_lol")
 
 
 def is_best(scores: Array, group_id: Array, exists: Array) -> Array:
-    """Return True for the first completion with the highest score of each group, [N]."""
+    """Mark the first completion with the highest score of each group, [N]."""
     segment = jnp.searchsorted(jnp.sort(group_id), group_id)
     known = jnp.where(exists, scores, -jnp.inf)
     highest = jax.ops.segment_max(known, segment, num_segments=len(segment))[segment]

@@ -21,31 +21,20 @@ gradient. Completions whose text with the hint is longer than a row of the run t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, Hint, RoleSpec
-from tpu_rl.algos.roles import moving_reference
+from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.losses.policy_batch import PolicyBatch, corrected, learned_tokens, pack_policy_batch
-from tpu_rl.losses.policy_gradient import clipped_surrogate, corrected_losses, policy_metrics
+from tpu_rl.losses.controllers import moving_reference
+from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, learned_tokens
+from tpu_rl.losses.policy_gradient import clipped
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.ranges import In, Share
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    Rollout,
-    Sampling,
-    Sum,
-)
+from tpu_rl.types import Algorithm, Array, Metrics, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -98,35 +87,28 @@ class SelfDistillConfig(SamplerCorrection):
 
 def self_distill(config: SelfDistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build self-distillation. It learns from a Rollout whose `rewards` are the log-ratios r_t."""
-    temperature = sampling.temperature
-    surrogate = partial(clipped_surrogate, clip_low=config.clip, clip_high=config.clip)
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
-        rollout, layout = experience
-        assert isinstance(rollout, Rollout)
-        mask = learned_tokens(rollout)
-        correction = corrected(config, roles["policy"], params, rollout, layout, temperature)
-        weights = masked.sequence_mean(correction.keep(mask), layout.minibatch, layout.minibatches)
-        log_ratios = jnp.where(mask, rollout.rewards, 0.0)
-        advantage = advantages.returns_to_go(log_ratios, mask, config.discount)
-        return pack_policy_batch(rollout, layout, advantage, weights, None, correction), state
+    def to_go(draft: Draft) -> Draft:
+        # A_t, the discounted sum of log-ratios from t on.
+        mask = learned_tokens(draft.rollout)
+        log_ratios = jnp.where(mask, draft.rewards, 0.0)
+        values = advantages.returns_to_go(log_ratios, mask, config.discount)
+        return draft._replace(advantages=values)
 
-    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        weights = batch.weights["policy"]
-        mask = batch.action_mask
-        computed = token_log_probs(roles["policy"], params, batch.rows, temperature)
-        log_probs = jnp.where(mask, computed.log_probs, 0.0)
-        terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, batch.rows)
-        losses, metrics = corrected_losses(terms.losses, log_probs, batch)
-        value = masked.total(weights * losses, weights > 0)
-        metrics |= policy_metrics(
-            terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs
-        )
-        metrics["policy/loss"] = Sum(value, weights.sum())
-        metrics["distill/log_ratio"] = masked.average(batch.advantages, weights > 0)
-        return value, metrics
+    def metrics(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        del log_probs
+        mean = masked.average(batch.advantages, batch.weights["policy"] > 0)
+        return losses, {"distill/log_ratio": mean}
 
-    if not config.reference_mix:
-        return Algorithm(make_batch, loss)
-    init_state, after_update = moving_reference(config.reference_every, config.reference_mix)
-    return Algorithm(make_batch, loss, init_state, after_update)
+    teacher = Part(losses=metrics)
+    if config.reference_mix:
+        controller = moving_reference(config.reference_every, config.reference_mix)
+        teacher = teacher._replace(name="reference", controller=controller)
+    return policy_gradient(
+        roles,
+        sampling,
+        advantages=to_go,
+        surrogate=clipped(config.clip, config.clip),
+        weights=masked.sequence_mean,
+        parts=(*config.correction_parts(), teacher),
+    )

@@ -41,7 +41,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class SentenceRewardConfig:
+class SentenceRewardConfig(ranges.Checked):
     """Scores are in nats."""
 
     separators: tuple[int, ...] = ()
@@ -56,9 +56,6 @@ class SentenceRewardConfig:
     pairs: Literal["given", "reference"] = "given"
     """given: the data file has pairs. reference: completions are sampled from the model as it
     starts and compared by --reward."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,9 @@ from flax import struct
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, intuitive, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.ranges import NotNegative, Positive, Share
+from tpu_rl.ranges import Conflicts, Needs, NotNegative, Positive, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -51,18 +50,26 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class SftConfig:
+class SftConfig(ranges.Checked):
     """Only completions are learned. Every token counts the same unless the data have weights."""
 
     teacher: str | None = None
     """Imitate completions that this model samples, instead of the data's: a directory, a hub id or
     the model folder of a run."""
-    loss: Literal["nll", "dft", "ift"] = "nll"
+    loss: Annotated[
+        Literal["nll", "dft", "ift"],
+        Conflicts(
+            "kl_coef",
+            "author",
+            when="ift",
+            why="ift weighs tokens by its own losses, of mixed inputs",
+        ),
+    ] = "nll"
     """Loss of a token: its negative log-likelihood, or dynamic fine-tuning's, which weighs that by
     the token's probability, or intuitive fine-tuning's, with mixed inputs and later losses."""
-    ift_mix: Share = 0.2
+    ift_mix: Annotated[Share, ReadOnlyWith("loss", "ift")] = 0.2
     """ift: share of the policy's likeliest token in the embedding of each learned token."""
-    ift_gamma: Share = 0.95
+    ift_gamma: Annotated[Share, ReadOnlyWith("loss", "ift")] = 0.95
     """ift: discount per token of the losses after a token, which weigh it; 0 weighs all alike."""
     kl_coef: NotNegative = 0.0
     """Coefficient of the KL, in nats per token, from the policy before training."""
@@ -70,34 +77,14 @@ class SftConfig:
     author: str | None = None
     """The model that wrote the data, for PEAR's importance weights: a directory, a hub id or the
     model folder of a run."""
-    author_gamma: Share = 0.999
+    author_gamma: Annotated[
+        Share, Needs("author", why="PEAR's weights compare with the model that wrote the data")
+    ] = 0.999
     """PEAR's discount of the later tokens of a completion."""
-    author_cap: Positive = 2.0
+    author_cap: Annotated[
+        Positive, Needs("author", why="PEAR's weights compare with the model that wrote the data")
+    ] = 2.0
     """The largest of PEAR's weights."""
-
-    def __post_init__(self):
-        ranges.check(self)
-        defaults = (SftConfig.author_gamma, SftConfig.author_cap)
-        if self.author is None and (self.author_gamma, self.author_cap) != defaults:
-            raise InputError(
-                "author_gamma and author_cap are about PEAR's weights, which need the author",
-                where="--algorithm.author",
-                fix="give the model that wrote the data",
-            )
-
-        others = (SftConfig.ift_mix, SftConfig.ift_gamma)
-        if self.loss != "ift" and (self.ift_mix, self.ift_gamma) != others:
-            raise InputError(
-                f"the loss {self.loss} mixes no inputs and weighs by no later losses",
-                where="--algorithm.ift-mix, --algorithm.ift-gamma",
-                fix="use --algorithm.loss ift, too",
-            )
-        if self.loss == "ift" and (self.kl_coef or self.author is not None):
-            raise InputError(
-                "ift weighs tokens by its own losses, of mixed inputs",
-                where="--algorithm.loss, --algorithm.kl-coef or --algorithm.author",
-                fix="use --algorithm.loss nll",
-            )
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -190,7 +177,7 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             metrics["policy/kl_reference"] = masked.weighted_average(divergence, weights)
         return value, metrics
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, stops_gradient=config.loss == "dft")
 
 
 def _reference(logits: Mapping[str, Array]) -> teachers.Target:

@@ -48,16 +48,13 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class UnlearnConfig:
+class UnlearnConfig(ranges.Checked):
     """Rows have a column `forget`: true for those to be forgotten."""
 
     loss: Literal["ce_u", "gradient_ascent"] = "ce_u"
     """Loss of the tokens to be forgotten; gradient_ascent is the control that blows up."""
     forget_coef: Positive = 1.0
     """Weight of that loss beside the loss of the rows that are kept."""
-
-    def __post_init__(self):
-        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -119,4 +116,4 @@ def unlearn(config: UnlearnConfig, roles: Roles, sampling: Sampling) -> Algorith
             "unlearn/log_prob": masked.weighted_average(log_probs, forget),
         }
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, stops_gradient=config.loss == "ce_u")

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.policy_batch import learned_tokens
 from tpu_rl.losses.value_loss import Critic, Targets
+from tpu_rl.ranges import ReadOnlyWith
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -39,7 +41,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class ValuePretrainingConfig:
+class ValuePretrainingConfig(ranges.Checked):
     """`lam`, `clip` and `coef` of the critic have no effect.
 
     Targets are Monte-Carlo returns, unclipped, and there is no other loss.
@@ -48,11 +50,14 @@ class ValuePretrainingConfig:
     critic: Critic = Critic()
     credit: Literal["token", "turn"] = "token"
     """Unit of the critic's gamma: a token, or a turn, whose value is learned at its first token."""
-    separators: tuple[int, ...] = ()
+    separators: Annotated[
+        tuple[int, ...],
+        ReadOnlyWith("credit", "turn", why="other credit has no steps: steps have none"),
+    ] = ()
     """Ids of tokens that end a turn, with credit turn: the steps of a text."""
 
     def __post_init__(self):
-        value_loss.require_turns(self.separators, self.credit)
+        super().__post_init__()
         if self.critic.trunk == "shared":
             raise InputError(
                 "a critic on the policy's trunk cannot be fitted while the policy does not train",

@@ -59,17 +59,6 @@ def total_variation(p_logits: Array, q_logits: Array, half: bool = True) -> Arra
     return 0.5 * distance if half else distance
 
 
-def renyi(p_logits: Array, q_logits: Array, order: float) -> Array:
-    """Return the Renyi divergence of order a, log(sum_v P^a Q^(1-a)) / (a - 1).
-
-    At order 1 it is its limit, KL(P || Q).
-    """
-    if order == 1:
-        return kl(p_logits, q_logits)
-    exponent = order * log_softmax(p_logits) + (1 - order) * log_softmax(q_logits)
-    return jax.nn.logsumexp(exponent, axis=-1) / (order - 1)
-
-
 def coarsen(logits: Array, tokens: Array) -> Array:
     """Return the log-probabilities of some tokens, and of all others together.
 

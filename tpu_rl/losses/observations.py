@@ -13,32 +13,33 @@ log-probs of all tokens of the packed rows are computed, and not of the actions 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 
+from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
-from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
-from tpu_rl.losses.policy_gradient import LossTerm
+from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, actions_of, weighted_term
 from tpu_rl.ranges import NotNegative
-from tpu_rl.types import Array, Layout, PackedRows, Rollout
+from tpu_rl.types import Array, Layout, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservationLoss:
+class ObservationLoss(ranges.Checked):
     """Setting of every method that can learn to predict observations."""
 
     observation_coef: NotNegative = 0.0
     """Coefficient of the negative log-likelihood per token of what the environment answers. It
     needs --environment or --agent."""
 
-    def rows_of(self, rows: PackedRows) -> PackedRows:
-        """Return the rows whose log-probs the loss computes: of all tokens if they are read."""
-        return replace(rows, actions=None) if self.observation_coef else rows
+    def observation_parts(self) -> tuple[Part, ...]:
+        """List the part, if it is on."""
+        return (observation_loss(self.observation_coef),) if self.observation_coef else ()
 
 
 def observed(rollout: Rollout) -> Array:
-    """Return [N, T] bool: the observations of scored rows of the policy, each token once."""
+    """Mark the observations of scored rows of the policy, each token once, [N, T] bool."""
     actions = actions_of(rollout)
     begun = jnp.cumsum(actions, axis=1) > 0
     continues = jnp.cumsum(actions[:, ::-1], axis=1)[:, ::-1] > 0
@@ -49,8 +50,8 @@ def observed(rollout: Rollout) -> Array:
     return mask & (jnp.arange(mask.shape[1])[None] >= rollout.shared[:, None])
 
 
-def observation_terms(config: ObservationLoss) -> dict[str, LossTerm]:
-    """Return the term "observation" of a loss, or none without a coefficient."""
+def observation_loss(coef: float) -> Part:
+    """Make the part "observation", which learns to predict observations."""
 
     def weights(rollout: Rollout, layout: Layout) -> Array:
         if layout.images is not None:
@@ -61,10 +62,18 @@ def observation_terms(config: ObservationLoss) -> dict[str, LossTerm]:
                 fix="leave the coefficient out for rows with images",
             )
         mean = masked.token_mean(observed(rollout), layout.minibatch, layout.minibatches)
-        return config.observation_coef * mean
+        return coef * mean
 
     def losses(log_probs: Array, batch: PolicyBatch) -> Array:
         del batch
         return -log_probs
 
-    return {"observation": LossTerm(weights, losses)} if config.observation_coef else {}
+    part = weighted_term("observation", weights, losses)
+
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        assert part.batch is not None
+        batch = part.batch(batch, draft, state)
+        # Log-probs of all tokens are read, and not of the actions alone.
+        return replace(batch, rows=replace(batch.rows, actions=None))
+
+    return part._replace(batch=batch)

@@ -1,25 +1,26 @@
 """Losses of policy-gradient methods: surrogates, and the loss that puts them together.
 
 A surrogate is a function of log-probs and advantages, one loss per token. `policy_loss` takes it as
-an argument and adds the entropy bonus, the KL term and the metrics. A method with another surrogate
-(PPO's, GSPO's, CISPO's) writes that function only.
+an argument, lets the parts of the method change and add to it, and adds the metrics. A method with
+another surrogate (PPO's, GSPO's, CISPO's) writes that function only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from tpu_rl import ranges
 from tpu_rl.losses import masked
-from tpu_rl.losses.log_probs import TokenLogProbs, k1, k3
-from tpu_rl.losses.policy_batch import PolicyBatch
-from tpu_rl.losses.reference_kl import LossEstimator, kl_loss
-from tpu_rl.types import Array, First, Layout, Max, Metrics, Min, PackedRows, PerToken, Rollout, Sum
+from tpu_rl.losses.log_probs import TokenLogProbs, k3
+from tpu_rl.losses.policy_batch import Part, PolicyBatch, Prediction
+from tpu_rl.ranges import In, Positive
+from tpu_rl.types import Array, First, Max, Metrics, Min, PackedRows, Params, PerToken, Sum
 
 
 class Surrogate(NamedTuple):
@@ -43,23 +44,13 @@ over a sequence is one over its actions (`masked.sequence_total`).
 """
 
 
-class LossTerm(NamedTuple):
-    """A further term of a loss: sum_t w_t losses_t over tokens with a weight."""
-
-    weights: Callable[[Rollout, Layout], Array] | None
-    """(rollout, layout) -> [N, T] weights, which sum to the weight of the term in each optimizer
-    step, e.g. by `masked.token_mean`. None: the algorithm adds them to the batch itself."""
-    losses: Callable[[Array, PolicyBatch], Array]
-    """(log-probs under the params being trained, batch) -> losses, all [R, S]."""
-
-
 def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
-    """Return policy / old policy of each token."""
+    """Compute policy / old policy of each token."""
     return jnp.exp(log_probs - old_log_probs)
 
 
 def clipped_loss(ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> Array:
-    """Return -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
+    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
     PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO.
     """
@@ -81,7 +72,7 @@ def clipped_ratio_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Surrogate:
-    """Return `clipped_loss` of any ratio as a Surrogate, capped by `dual_clip` if given.
+    """Compute `clipped_loss` of any ratio as a Surrogate, capped by `dual_clip` if given.
 
     A token counts as clipped where `clipped_loss` has no gradient.
     """
@@ -106,7 +97,7 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Surrogate:
-    """Return PPO's and GRPO's surrogate: the clipped ratio of each token."""
+    """Compute PPO's and GRPO's surrogate: the clipped ratio of each token."""
     del rows
     return clipped_ratio_surrogate(
         importance_ratio(log_probs, old_log_probs),
@@ -121,29 +112,21 @@ def policy_loss(
     policy: TokenLogProbs,
     batch: PolicyBatch,
     surrogate: SurrogateFunction,
-    *,
-    entropy_coef: float = 0.0,
-    kl_coef: float = 0.0,
-    kl_estimator: LossEstimator = "exact",
-    further_terms: Mapping[str, LossTerm] = MappingProxyType({}),
+    parts: Sequence[Part] = (),
+    params: Params = MappingProxyType({}),
+    hidden: Array | None = None,
 ) -> tuple[Array, Metrics]:
-    """Return the loss of one micro-batch [R, S], and metrics.
+    """Compute the loss of a micro-batch and its metrics.
 
-        sum_t w_t (c_t losses_t - entropy_coef H_t + kl_coef c_t KL_t)  +  further terms
-
-    losses_t come from `surrogate`. c_t is the batch's `importance`, or 1: both terms with it are
-    expectations under the old policy. KL_t is `reference_kl.kl_loss`, if the batch has
-    reference log-probs. Its weights are "kl" if the batch has those, and those of the entropy,
-    times its coefficient, are "entropy".
+        sum_t w_t losses_t + the terms of the parts,    losses as the parts change them
 
     Args:
-      policy: log-probs and entropies of the tokens under the params being trained.
-      batch: one micro-batch.
-      surrogate: the policy loss of each token.
-      entropy_coef: coefficient of the entropy bonus.
-      kl_coef: coefficient of the KL to the reference.
-      kl_estimator: its form, see `reference_kl`.
-      further_terms: terms by name, each with weights of that name in the batch.
+      policy: log-probs [R, S] under the params being trained.
+      batch: the micro-batch.
+      surrogate: the losses of tokens.
+      parts: in the order of their effects.
+      params: the whole params tree, for parts with models of their own.
+      hidden: the policy's hidden states [R, S, D], for parts that read them.
     """
     mask = batch.action_mask
     weights = batch.weights["policy"]
@@ -151,72 +134,37 @@ def policy_loss(
     log_probs = jnp.where(mask, policy.log_probs, 0.0)
     action_ids = jnp.where(mask, batch.rows.sequence_ids, 0)
     rows = dataclasses.replace(batch.rows, sequence_ids=action_ids)
+    prediction = Prediction(policy, log_probs, params, hidden)
+    # losses_t, and w_t losses_t.
     terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, rows)
-    losses, metrics = corrected_losses(terms.losses, log_probs, batch)
-    learned = weights > 0
-    bonus_weights = batch.weights.get("entropy", entropy_coef * weights)
-    if batch.high_entropy is not None:
-        losses = jnp.where(batch.high_entropy > 0, losses, 0.0)
-        bonus_weights *= batch.high_entropy
-        metrics["policy/high_entropy"] = masked.average(batch.high_entropy, learned)
-    loss = masked.total(weights * losses - bonus_weights * policy.entropy, learned)
+    losses, metrics = terms.losses, {}
+    for part in parts:
+        if part.losses is not None:
+            losses, others = part.losses(losses, log_probs, batch)
+            metrics |= others
+    values = weights * losses
+    for part in parts:
+        if part.weighted is not None:
+            values, others = part.weighted(values, prediction, batch)
+            metrics |= others
+    loss = masked.total(values, weights > 0)
     metrics |= policy_metrics(terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs)
+    metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
+    metrics |= share_metrics(batch)
     metrics["policy/loss"] = Sum(loss, weights.sum())
     metrics["policy/entropy"] = masked.average(policy.entropy, mask)
-    if "entropy" in batch.weights:
-        metrics["policy/entropy_coef"] = Sum(batch.weights["entropy"].sum(), weights.sum())
-    metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
-    if batch.compared is not None:
-        metrics["policy/compared"] = masked.average(batch.compared, mask)
-    if batch.thoughts is not None:
-        metrics["policy/thoughts"] = masked.average(batch.thoughts, mask)
-    if batch.reference_log_probs is not None:
-        kl = kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs, kl_estimator)
-        if batch.importance is not None:
-            kl *= batch.importance
-        kl_weights = batch.weights.get("kl", weights)
-        if "kl" in batch.weights:
-            metrics["policy/kl_scale"] = Sum(kl_weights.sum(), weights.sum())
-        loss += kl_coef * masked.total(kl_weights * kl, learned)
-        metrics |= reference_metrics(
-            log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids
-        )
-    for name, term in further_terms.items():
-        term_weights = batch.weights[name]
-        term_losses = term.losses(policy.log_probs, batch)
-        value = masked.total(term_weights * term_losses, term_weights > 0)
-        loss += value
-        metrics[f"policy/{name}_loss"] = Sum(value, term_weights.sum())
+    for part in parts:
+        if part.term is not None:
+            value, others = part.term(prediction, batch)
+            loss += value
+            metrics |= others
     return loss, metrics
 
 
-def corrected_losses(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
-    """Apply the correction for the sampler to the policy losses [R, S], and return its metrics.
-
-    The losses are multiplied by the batch's importance weights. With an off-policy mask, a
-    completion with a negative advantage has none if the mean over its tokens of log sampler - log
-    policy is above the threshold (arXiv 2512.02556, eq. 9). The policy is the present one, so later
-    optimizer steps of a batch mask more. `log_probs` are zero outside the mask.
-    """
+def share_metrics(batch: PolicyBatch) -> Metrics:
+    """Average `PolicyBatch.shares` over the actions."""
     mask = batch.action_mask
-    metrics: Metrics = {}
-    if batch.importance is not None:
-        losses *= batch.importance
-        metrics["policy/importance"] = masked.average(batch.importance, mask)
-    if batch.importance_capped is not None:
-        metrics["policy/importance_capped"] = masked.average(batch.importance_capped, mask)
-    if batch.rejected is not None:
-        metrics["policy/rejected"] = masked.average(batch.rejected, mask)
-    if batch.off_policy_mask_threshold is not None:
-        sampler = batch.sampler_log_probs
-        gap = (batch.old_log_probs if sampler is None else sampler) - log_probs
-        ids = jnp.where(mask, batch.rows.sequence_ids, 0)
-        lengths = masked.sequence_total(mask.astype(gap.dtype), ids)
-        mean_gap = masked.sequence_total(jax.lax.stop_gradient(gap), ids) / jnp.maximum(lengths, 1)
-        is_off = (batch.advantages < 0) & (mean_gap > batch.off_policy_mask_threshold)
-        losses = jnp.where(is_off, 0.0, losses)
-        metrics["policy/off_policy_masked"] = masked.average(is_off.astype(jnp.float32), mask)
-    return losses, metrics
+    return {f"policy/{name}": masked.average(x, mask) for name, x in batch.shares.items()}
 
 
 def policy_metrics(
@@ -226,7 +174,7 @@ def policy_metrics(
     old_log_probs: Array,
     sampler_log_probs: Array | None = None,
 ) -> Metrics:
-    """Return the metrics of every method with an importance ratio, over the tokens in `mask`.
+    """Compute the metrics of every method with an importance ratio, over the tokens in `mask`.
 
     All arrays are [R, S]. The ratio and the clipped shares are the surrogate's own. The log-prob
     gap is to the sampler: to the old log-probs unless `sampler_log_probs` are given.
@@ -253,7 +201,7 @@ def policy_metrics(
 def token_metrics(
     policy: TokenLogProbs, mask: Array, sampler_log_probs: Array | None, old_log_probs: Array
 ) -> Metrics:
-    """Return the numbers of single tokens: entropy, and trainer's minus sampler's log-prob.
+    """Collect the numbers of single tokens: entropy, and trainer's minus sampler's log-prob.
 
     All arrays are [R, S], and the results are zero outside `mask`.
     """
@@ -265,14 +213,32 @@ def token_metrics(
     }
 
 
-def reference_metrics(
-    log_probs: Array, reference_log_probs: Array, mask: Array, sequence_ids: Array
-) -> Metrics:
-    """Return the distance from policy to reference: per token by k3, and per completion, in nats,
-    by k1. All arrays are [R, S]."""
-    completions = masked.sequence_count(mask, sequence_ids)
-    completion_kl = masked.total(k1(log_probs, reference_log_probs), mask)
-    return {
-        "policy/kl_reference": masked.average(k3(log_probs, reference_log_probs), mask),
-        "policy/kl_completion": Sum(completion_kl, completions.astype(jnp.float32)),
-    }
+def unclipped(
+    log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows
+) -> Surrogate:
+    """Compute -ratio A of each token."""
+    del rows
+    ratio = importance_ratio(log_probs, old_log_probs)
+    return Surrogate(-ratio * advantages, ratio)
+
+
+def clipped(low: float, high: float, dual: float | None = None) -> SurrogateFunction:
+    """Make `clipped_surrogate` with these bounds."""
+    return partial(clipped_surrogate, clip_low=low, clip_high=high, dual_clip=dual)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipSettings(ranges.Checked):
+    """Settings of the clipped surrogate."""
+
+    clip_low: Annotated[float, In("(0, 1)")] = 0.2
+    """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
+    clip_high: Positive = 0.2
+    """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
+    dual_clip: Annotated[float, In("(1, inf)")] | None = None
+    """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
+
+    @property
+    def surrogate_function(self) -> SurrogateFunction:
+        """The clipped surrogate with these bounds."""
+        return clipped(self.clip_low, self.clip_high, self.dual_clip)

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
-from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
-from tpu_rl.losses.policy_gradient import LossTerm
+from tpu_rl.losses.policy_batch import Part, PolicyBatch, actions_of, weighted_term
 from tpu_rl.ranges import NotNegative
 from tpu_rl.types import Array, Layout, Rollout, RowSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainingMix:
+class PretrainingMix(ranges.Checked):
     """Settings of every method that can go on imitating texts."""
 
     pretraining_path: str | None = None
@@ -32,6 +32,7 @@ class PretrainingMix:
     """Coefficient of the texts' negative log-likelihood per token."""
 
     def __post_init__(self):
+        super().__post_init__()
         if (self.pretraining_coef > 0) != bool(self.pretraining_path):
             raise InputError(
                 f"texts to imitate {self.pretraining_path} have the coefficient "
@@ -41,22 +42,26 @@ class PretrainingMix:
             )
 
     def with_texts(self, spec: ExperienceSpec) -> ExperienceSpec:
-        """Return the spec with a text in each group, if there is a file of them."""
+        """Add a text to each group, if there is a file of them."""
         if self.pretraining_path is None:
             return spec
         return spec._replace(texts=self.pretraining_path, rows_added=spec.rows_added + 1)
 
+    def text_parts(self) -> tuple[Part, ...]:
+        """List the part, if it is on."""
+        return (text_mix(self.pretraining_coef),) if self.pretraining_coef else ()
 
-def text_terms(config: PretrainingMix) -> dict[str, LossTerm]:
-    """Return the term "pretraining" of a loss, or none without a coefficient."""
+
+def text_mix(coef: float) -> Part:
+    """Make the part "pretraining", which goes on imitating texts."""
 
     def weights(rollout: Rollout, layout: Layout) -> Array:
         learned = actions_of(rollout, RowSource.TEXT)
         mean = masked.token_mean(learned, layout.minibatch, layout.minibatches)
-        return config.pretraining_coef * mean
+        return coef * mean
 
     def losses(log_probs: Array, batch: PolicyBatch) -> Array:
         del batch
         return -log_probs
 
-    return {"pretraining": LossTerm(weights, losses)} if config.pretraining_coef else {}
+    return weighted_term("pretraining", weights, losses)

@@ -22,82 +22,152 @@ k2, k3, abs and +; it clips k3 to +-10 and its exponent to +-20, we do not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tpu_rl import ranges
-from tpu_rl.errors import InputError
-from tpu_rl.losses.log_probs import k1, k2, k3
-from tpu_rl.ranges import CountOrNone, NotNegative, Positive
-from tpu_rl.types import Array
+from tpu_rl.losses import masked
+from tpu_rl.losses.controllers import is_empty, moving_reference
+from tpu_rl.losses.log_probs import frozen_log_probs, k1, k2, k3
+from tpu_rl.losses.policy_batch import (
+    Controller,
+    Draft,
+    Part,
+    PolicyBatch,
+    Prediction,
+    learned_tokens,
+)
+from tpu_rl.ranges import Conflicts, CountOrNone, Needs, NotNegative, Positive
+from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rollout, Sum
 
 RewardEstimator = Literal["k1", "k2", "k3", "abs"]
 LossEstimator = Literal["exact", "k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
+NEEDS_KL = Needs("kl_reward_coef", "kl_loss_coef", why="nothing else reads the reference")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReferenceKl:
+class ReferenceKl(ranges.Checked):
     """Settings of the KL to the reference, a base of algorithms' configurations."""
 
     kl_reward_coef: NotNegative = 0.0
     """Coefficient of the KL to the reference that is subtracted from each token's reward."""
-    kl_reward_estimator: RewardEstimator = "k1"
+    kl_reward_estimator: Annotated[RewardEstimator, Needs("kl_reward_coef")] = "k1"
     """Estimator of this KL: k1, log policy - log reference, is unbiased and what returns of whole
     completions need; k2, k3 and abs are verl's others."""
     kl_loss_coef: NotNegative = 0.0
     """Coefficient of the KL of each token's distribution to the reference's in the loss."""
-    kl_estimator: LossEstimator = "exact"
+    kl_estimator: Annotated[LossEstimator, Needs("kl_loss_coef")] = "exact"
     """Estimator of this KL. exact has the gradient of the KL, on and off policy. k3 has that of the
     reverse KL, k2 and those with + that of the KL on policy, abs that of the L1 distance, k1
     none."""
-    kl_target: Positive | None = None
+    kl_target: Annotated[Positive | None, NEEDS_KL] = None
     """Nats per completion. The KL coefficients are scaled up or down after every optimizer step to
     hold this KL to the reference."""
-    kl_horizon: Positive = 100.0
+    kl_horizon: Annotated[Positive, Needs("kl_target")] = 100.0
     """Optimizer steps in which the scale can change by a fifth."""
-    reference_reset_every: CountOrNone = 0
+    reference_reset_every: Annotated[CountOrNone, NEEDS_KL] = 0
     """Optimizer steps between two times that the reference becomes the policy (ProRL, arXiv
     2505.24864); 0 never. The moments of the optimizer stay."""
-
-    def __post_init__(self):
-        ranges.check(self)
-        if self.kl_target is None and self.kl_horizon != ReferenceKl.kl_horizon:
-            raise InputError(
-                "a horizon without a KL target",
-                where="--algorithm.kl-horizon",
-                fix="give --algorithm.kl-target, too",
-            )
-        if self.kl_target is not None and not self.has_kl:
-            raise InputError(
-                "a KL target without a KL coefficient",
-                where="--algorithm.kl-target",
-                fix="give a KL coefficient, too",
-            )
-        if self.reference_reset_every < 0 or (self.reference_reset_every and not self.has_kl):
-            raise InputError(
-                "the steps between resets of the reference are negative, or nothing reads it",
-                where="--algorithm.reference-reset-every",
-                fix="give a KL coefficient, too",
-            )
-        for estimator, name in (
-            ("kl_reward_estimator", "kl_reward_coef"),
-            ("kl_estimator", "kl_loss_coef"),
-        ):
-            coefficient = getattr(self, name)
-            if not coefficient and getattr(self, estimator) != getattr(ReferenceKl, estimator):
-                flag = f"--algorithm.{estimator.replace('_', '-')}"
-                raise InputError(
-                    "an estimator of a KL whose coefficient is 0",
-                    where=flag,
-                    fix=f"give --algorithm.{name.replace('_', '-')}, too",
-                )
 
     @property
     def has_kl(self) -> bool:
         """True with a KL to the reference."""
         return bool(self.kl_reward_coef or self.kl_loss_coef)
+
+    def kl_parts(self, reference: Role) -> tuple[Part, ...]:
+        """List the parts of a method that reads the reference."""
+        parts = (kl_to_reference(self, reference),)
+        if not self.reference_reset_every:
+            return parts
+        controller = moving_reference(self.reference_reset_every)
+        return *parts, Part(name="reference", controller=controller)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagnationReset(ReferenceKl):
+    """Setting of methods that reset the reference when returns no longer rise."""
+
+    reference_reset_patience: Annotated[
+        CountOrNone, NEEDS_KL, Conflicts("reference_reset_every")
+    ] = 0
+    """Reset the reference to the policy when the mean return of so many batches was not above the
+    best one before (ProRL, arXiv 2505.24864); 0 never. The moments of the optimizer stay."""
+
+    @property
+    def resets_reference(self) -> bool:
+        """True if the reference is made equal to the policy now and then."""
+        return bool(self.reference_reset_every or self.reference_reset_patience)
+
+    def kl_parts(self, reference: Role) -> tuple[Part, ...]:
+        """List the parts of a method that reads the reference."""
+        parts = super().kl_parts(reference)
+        patience = self.reference_reset_patience
+        return (*parts, reset_when_stagnant(patience)) if patience else parts
+
+
+def kl_to_reference(config: ReferenceKl, reference: Role) -> Part:
+    """Make the part of the KL in the rewards and in the loss, and of its metrics.
+
+    With a target, its state "kl_scale" is the scale of the coefficients, 1 at first. It follows the
+    metric "policy/kl_completion".
+    """
+    adapts = config.kl_target is not None
+
+    def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
+        log_probs, penalty = reference_penalty(
+            config,
+            reference,
+            draft.params,
+            draft.rollout,
+            draft.layout,
+            draft.temperature,
+            state if adapts else 1.0,
+        )
+        draft = draft._replace(
+            rewards=draft.rewards - penalty, returns=draft.returns - penalty.sum(-1)
+        )
+        return draft.with_fields(reference_log_probs=log_probs), state
+
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        del draft
+        if not adapts:
+            return batch
+        return batch.with_weights(kl=batch.weights["policy"] * state)
+
+    def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        log_probs, reference_log_probs = prediction.log_probs, batch.reference_log_probs
+        assert reference_log_probs is not None
+        weights = batch.weights["policy"]
+        kl = kl_loss(log_probs, batch.old_log_probs, reference_log_probs, config.kl_estimator)
+        if batch.importance is not None:
+            kl *= batch.importance
+        kl_weights = batch.weights.get("kl", weights)
+        value = config.kl_loss_coef * masked.total(kl_weights * kl, weights > 0)
+        metrics = reference_metrics(
+            log_probs, reference_log_probs, batch.action_mask, batch.rows.sequence_ids
+        )
+        if "kl" in batch.weights:
+            metrics["policy/kl_scale"] = Sum(kl_weights.sum(), weights.sum())
+        return value, metrics
+
+    part = Part(draft, batch, term=term, stops_gradient=config.kl_estimator.endswith("+"))
+    if config.kl_target is None:
+        return part
+    controller = kl_scale_controller(config.kl_target, config.kl_horizon)
+    return part._replace(name="kl_scale", controller=controller)
+
+
+def reset_when_stagnant(patience: int) -> Part:
+    """Make the part "stagnation", see `stagnation_controller`."""
+
+    def draft(draft: Draft, state: Stagnation) -> tuple[Draft, Stagnation]:
+        return draft, with_return(state, draft.rollout)
+
+    return Part(draft, name="stagnation", controller=stagnation_controller(patience))
 
 
 def kl_estimate(
@@ -153,3 +223,104 @@ def adapted_kl_scale(scale: Array, kl: Array, target: float, horizon: float) -> 
     in completions, divided by the completions of one step.
     """
     return scale * (1.0 + jnp.clip(kl / target - 1.0, -0.2, 0.2) / horizon)
+
+
+def reference_penalty(
+    config: ReferenceKl,
+    reference: Role,
+    params: Params,
+    rollout: Rollout,
+    layout: Layout,
+    temperature: Array | float,
+    scale: Array | float = 1.0,
+) -> tuple[Array, Array]:
+    """Compute the reference's log-probs, packed [M, K, R, S], and the penalty of each token [N, T]
+    that is subtracted from its reward: scale x kl_reward_coef x KL to the reference."""
+    rows = layout.rows(rollout.tokens)
+    log_probs = frozen_log_probs(reference, params, rows, temperature)
+    unpacked = layout.unpack(log_probs)
+    kl = kl_estimate(rollout.log_probs, unpacked, config.kl_reward_estimator)
+    penalty = scale * config.kl_reward_coef * kl
+    return log_probs, jnp.where(rollout.action_mask, penalty, 0.0)
+
+
+def reference_metrics(
+    log_probs: Array, reference_log_probs: Array, mask: Array, sequence_ids: Array
+) -> Metrics:
+    """Measure the distance from policy to reference: per token by k3, and per completion, in nats,
+    by k1. All arrays are [R, S]."""
+    completions = masked.sequence_count(mask, sequence_ids)
+    completion_kl = masked.total(k1(log_probs, reference_log_probs), mask)
+    return {
+        "policy/kl_reference": masked.average(k3(log_probs, reference_log_probs), mask),
+        "policy/kl_completion": Sum(completion_kl, completions.astype(jnp.float32)),
+    }
+
+
+def kl_scale_controller(target: float, horizon: float) -> Controller:
+    """Make the controller of the scale of the KL coefficients, see `adapted_kl_scale`."""
+
+    def init_state(params: Params) -> Array:
+        del params
+        return jnp.ones((), jnp.float32)
+
+    def after_update(
+        params: Params, scale: Array, metrics: dict[str, Array]
+    ) -> tuple[Params, Array]:
+        kl = metrics["policy/kl_completion"]
+        moved = adapted_kl_scale(scale, kl, target, horizon)
+        return params, jnp.where(is_empty(metrics), scale, moved)
+
+    return init_state, after_update
+
+
+class Stagnation(NamedTuple):
+    """Progress since the last reset of the reference, [] float32."""
+
+    best: Array
+    """The largest mean return of a batch."""
+    batches: Array
+    """Batches since then."""
+
+
+def stagnation_controller(patience: int) -> Controller:
+    """Make the controller that resets the reference to the policy when the mean return of
+    `patience` batches was not above the best one before (ProRL, arXiv 2505.24864, section 2.3).
+
+    `with_return` tells it of each batch. The paper watches a validation score, and resets the
+    moments of the optimizer too; here they stay.
+    """
+
+    def init_state(params: Params) -> Stagnation:
+        del params
+        return Stagnation(jnp.asarray(-jnp.inf, jnp.float32), jnp.zeros((), jnp.float32))
+
+    def after_update(
+        params: Params, state: Stagnation, metrics: dict[str, Array]
+    ) -> tuple[Params, Stagnation]:
+        del metrics
+        is_due = state.batches >= patience
+        moved = jax.tree.map(
+            lambda old, new: jnp.where(is_due, new, old), params["reference"], params["policy"]
+        )
+        begun = init_state(params)
+        state = Stagnation(
+            *(jnp.where(is_due, new, old) for new, old in zip(begun, state, strict=True))
+        )
+        return params | {"reference": moved}, state
+
+    return init_state, after_update
+
+
+def with_return(state: Stagnation, rollout: Rollout) -> Stagnation:
+    """Compute the state after a batch; one without scored episodes changes nothing."""
+    learned = learned_tokens(rollout)
+    scored = learned.any(-1)
+    mean = masked.mean(masked.total(rollout.rewards, learned, axis=-1), scored)
+    is_better = mean > state.best
+    moved = Stagnation(
+        jnp.where(is_better, mean, state.best), jnp.where(is_better, 0.0, state.batches + 1)
+    )
+    return Stagnation(
+        *(jnp.where(scored.any(), new, old) for new, old in zip(moved, state, strict=True))
+    )

@@ -6,28 +6,74 @@ weights is of total variation, KL or chi-square; weights are constants of the gr
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.losses import advantages
+from tpu_rl import ranges
+from tpu_rl.errors import InputError
+from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.advantages import per_episode
+from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, learned_tokens
+from tpu_rl.ranges import Needs, NotNegative
 from tpu_rl.types import Array
 
 Ball = Literal["tv", "kl", "chi_square"]
 """The divergence that a worst case is bounded by."""
 
 
-def conflict(radius: float, ball: Ball) -> str:
-    """Return why these settings do not go together, or "" if they do."""
-    largest = 1 if ball == "tv" else math.inf
-    if not 0 <= radius <= largest:
-        return f"robust_radius {radius} is not in [0, {largest}]"
-    if ball != "tv" and not radius:
-        return f"robust_ball {ball} needs robust_radius above 0, its coefficient"
-    return ""
+@dataclass(frozen=True, kw_only=True)
+class RobustSettings(ranges.Checked):
+    """Settings of a method that learns from the worst case over its prompts or pairs."""
+
+    robust_radius: NotNegative = 0.0
+    """Share of the weight that the worst case may move between the prompts (of pairs: between the
+    pairs) of a step, towards those with the lowest mean returns, or the largest losses
+    (distributionally robust RLHF, arXiv 2503.00539)."""
+    robust_ball: Annotated[Ball, Needs("robust_radius", why="it is the coefficient")] = "tv"
+    """Divergence that bounds the worst case. With kl and chi_square, robust_radius is its
+    coefficient, in units of the return or loss: weights are p exp(loss / radius), or
+    p max(0, 1 + (loss - mu) / radius)."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.robust_ball == "tv" and self.robust_radius > 1:
+            raise InputError(
+                f"robust_radius {self.robust_radius} is not in [0, 1]",
+                where="--algorithm.robust-radius",
+                why="it is a share of the weight",
+                fix="use at most 1, or another --algorithm.robust-ball",
+            )
+
+    def robust_parts(self) -> tuple[Part, ...]:
+        """List the part of methods that learn from prompts, if it is on."""
+        return (robust_prompts(self),) if self.robust_radius else ()
+
+
+def robust_prompts(config: RobustSettings) -> Part:
+    """Make the part that weighs prompts as in the worst case, see `worst_prompts`."""
+
+    def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
+        del state
+        rollout, layout = draft.rollout, draft.layout
+        mask = learned_tokens(rollout)
+        factors = worst_prompts(
+            masked.total(rollout.rewards, mask, axis=-1),
+            rollout.group_id,
+            mask.any(-1),
+            rollout.episode_id,
+            layout.minibatch,
+            layout.minibatches,
+            config.robust_radius,
+            config.robust_ball,
+        )
+        factors = layout.pack(jnp.where(mask, factors[:, None], 0.0))
+        worst = batch.weights["policy"] * factors
+        return batch.with_weights(policy=worst)
+
+    return Part(batch=batch)
 
 
 def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:

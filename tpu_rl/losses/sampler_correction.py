@@ -26,16 +26,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
-from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.ranges import Positive
-from tpu_rl.types import Array, Layout, Rollout
+from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, actions_of
+from tpu_rl.ranges import Needs, Positive
+from tpu_rl.types import Array, Layout, Metrics, Rollout
 
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Rejection = Literal[
@@ -54,8 +55,11 @@ Rejection = Literal[
 ]
 
 
+NEEDS_CAP = Needs("importance_sampling_cap", why="there are no importance weights without a cap")
+
+
 @dataclass(frozen=True, kw_only=True)
-class SamplerCorrection:
+class SamplerCorrection(ranges.Checked):
     """Settings of the correction, a base of algorithms' configurations."""
 
     old_log_probs: Literal["auto", "sampler", "recomputed"] = "auto"
@@ -65,12 +69,12 @@ class SamplerCorrection:
     importance_sampling_cap: float | None = None
     """Multiply each token's loss by the importance weight old policy / sampling distribution, up to
     this cap: it corrects for a sampler that rounds, is older, or leaves tokens out. 2 is usual."""
-    importance_sampling_mode: Mode = "token_truncate"
+    importance_sampling_mode: Annotated[Mode, NEEDS_CAP] = "token_truncate"
     """Weight per token, or per completion: the product over its tokens (sequence). Above the cap it
     is the cap (truncate), or 0 (mask)."""
-    importance_sampling_floor: float | None = None
+    importance_sampling_floor: Annotated[float | None, NEEDS_CAP] = None
     """Weights below are raised to this number (truncate), or 0 (mask)."""
-    importance_sampling_normalize: bool = False
+    importance_sampling_normalize: Annotated[bool, NEEDS_CAP] = False
     """Divide the weights by their mean over the batch: of tokens, or of completions in the modes of
     sequences."""
     rejection: Rejection = "none"
@@ -86,7 +90,7 @@ class SamplerCorrection:
     2512.02556, eq. 9)."""
 
     def __post_init__(self):
-        ranges.check(self)
+        super().__post_init__()
         cap = self.importance_sampling_cap
         floor = self.importance_sampling_floor
         if cap is not None and not 0 <= (floor or 0.0) <= 1 <= cap:
@@ -95,23 +99,10 @@ class SamplerCorrection:
                 where="--algorithm.importance-sampling-cap, --algorithm.importance-sampling-floor",
                 fix="use a cap above 1, such as 2, and a floor below 1",
             )
-        idle = [
-            f"--algorithm.importance-sampling-{name}"
-            for name in ("mode", "floor", "normalize")
-            if cap is None
-            and getattr(self, f"importance_sampling_{name}")
-            != getattr(SamplerCorrection, f"importance_sampling_{name}")
-        ]
-        if idle:
-            raise InputError(
-                "there are no importance weights without a cap",
-                where=", ".join(idle),
-                fix="give --algorithm.importance-sampling-cap too, such as 2",
-            )
         needs = {"rejection_max": self.rejection != "none", "rejection_min": "k1" in self.rejection}
         for name, is_needed in needs.items():
-            value = getattr(self, name)
-            if (value is not None) != is_needed or (is_needed and value <= 0):
+            value = self.rejection_max if name == "rejection_max" else self.rejection_min
+            if (value is not None) != is_needed or (value is not None and value <= 0):
                 raise InputError(
                     f"rejection {self.rejection} with {name} {value}",
                     where=f"--algorithm.rejection, --algorithm.{name.replace('_', '-')}",
@@ -138,33 +129,79 @@ class SamplerCorrection:
             self.old_log_probs == "auto" and self.compares
         )
 
+    def correction_parts(self) -> tuple[Part, ...]:
+        """List the parts that are on."""
+        is_on = self.recomputes or self.compares or self.off_policy_mask_threshold is not None
+        return (correction(self),) if is_on else ()
+
+
+def correction(config: SamplerCorrection) -> Part:
+    """Make the part that corrects the losses for the sampler, or leaves tokens out."""
+
+    def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
+        draft = draft.recompute() if config.recomputes else draft
+        recomputed = draft.recomputed if config.recomputes else None
+        old = None if recomputed is None else recomputed.log_probs
+        rollout, layout = draft.rollout, draft.layout
+        found = correct(config, rollout, layout, actions_of(rollout), old)
+        fields = {} if old is None else {"old_log_probs": old}
+        if found.importance is not None:
+            fields["importance"] = layout.pack(found.importance)
+        shares = {"importance_capped": found.capped, "rejected": found.rejected}
+        shares = {name: values for name, values in shares.items() if values is not None}
+        draft = draft._replace(learned=found.keep(draft.learned), shares={**draft.shares, **shares})
+        return draft.with_fields(**fields), state
+
+    def losses(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        return corrected_losses(losses, log_probs, batch, config.off_policy_mask_threshold)
+
+    return Part(draft, losses=losses)
+
+
+def corrected_losses(
+    losses: Array, log_probs: Array, batch: PolicyBatch, off_policy_threshold: float | None = None
+) -> tuple[Array, Metrics]:
+    """Apply the correction for the sampler to the policy losses [R, S], and return its metrics.
+
+    The losses are multiplied by the batch's importance weights. With an off-policy threshold, a
+    completion with a negative advantage has none if the mean over its tokens of log sampler - log
+    policy is above the threshold (arXiv 2512.02556, eq. 9). The policy is the present one, so later
+    optimizer steps of a batch mask more. `log_probs` are zero outside the mask.
+    """
+    mask = batch.action_mask
+    metrics: Metrics = {}
+    if batch.importance is not None:
+        losses *= batch.importance
+        metrics["policy/importance"] = masked.average(batch.importance, mask)
+    if off_policy_threshold is not None:
+        sampler = batch.sampler_log_probs
+        gap = (batch.old_log_probs if sampler is None else sampler) - log_probs
+        ids = jnp.where(mask, batch.rows.sequence_ids, 0)
+        lengths = masked.sequence_total(mask.astype(gap.dtype), ids)
+        mean_gap = masked.sequence_total(jax.lax.stop_gradient(gap), ids) / jnp.maximum(lengths, 1)
+        is_off = (batch.advantages < 0) & (mean_gap > off_policy_threshold)
+        losses = jnp.where(is_off, 0.0, losses)
+        metrics["policy/off_policy_masked"] = masked.average(is_off.astype(jnp.float32), mask)
+    return losses, metrics
+
 
 class Corrected(NamedTuple):
-    """Results of a correction. All [N, T] but the packed old log-probs."""
+    """Results of a comparison with the sampler, [N, T]."""
 
-    old_log_probs: Array | None = None
-    """[M, K, R, S]: recomputed, or None."""
     importance: Array | None = None
     """Weights of the losses, 1 outside actions."""
     capped: Array | None = None
     """1.0 where cap or floor changed the weight."""
     rejected: Array | None = None
     """1.0 at tokens that leave the loss."""
-    off_policy_mask_threshold: float | None = None
-    entropy: Array | None = None
-    """Of the old policy at each token, or None."""
 
     def keep(self, learned: Array) -> Array:
-        """Return the tokens of `learned` [N, T] bool that are not rejected."""
+        """Take the rejected tokens from `learned` [N, T] bool."""
         return learned if self.rejected is None else learned & (self.rejected == 0)
 
 
 def correct(
-    config: SamplerCorrection,
-    rollout: Rollout,
-    layout: Layout,
-    actions: Array,
-    recomputed: TokenLogProbs | None,
+    config: SamplerCorrection, rollout: Rollout, layout: Layout, actions: Array, old: Array | None
 ) -> Corrected:
     """Compare the old policy with the sampler.
 
@@ -173,9 +210,8 @@ def correct(
       rollout: the completions.
       layout: their places in packed rows.
       actions: [N, T] bool, the actions of the policy's own rows.
-      recomputed: packed log-probs and entropies of the old policy, or None.
+      old: packed log-probs of the old policy; None: the sampler's.
     """
-    old = recomputed.log_probs if recomputed is not None and config.recomputes else None
     importance = capped = rejected = None
     if config.compares:
         old_log_probs = rollout.log_probs if old is None else layout.unpack(old)
@@ -184,20 +220,13 @@ def correct(
             importance, capped = importance_weights(config, log_ratio, actions)
         if config.rejection != "none":
             rejected = jnp.where(actions, ~is_near(config, log_ratio, actions), False) * 1.0
-    return Corrected(
-        old,
-        importance,
-        capped,
-        rejected,
-        config.off_policy_mask_threshold,
-        None if recomputed is None else layout.unpack(recomputed.entropy),
-    )
+    return Corrected(importance, capped, rejected)
 
 
 def importance_weights(
     config: SamplerCorrection, log_ratio: Array, actions: Array
 ) -> tuple[Array, Array]:
-    """Return the weights, and 1.0 where the bounds changed them, [N, T].
+    """Compute the weights, and 1.0 where the bounds changed them, [N, T].
 
     `log_ratio` [N, T] is log old policy - log sampling distribution, and zero outside `actions`.
     Without bounds, the expectation of the loss is the one under the old policy, wherever the
@@ -226,7 +255,7 @@ def importance_weights(
 
 
 def is_near(config: SamplerCorrection, log_ratio: Array, actions: Array) -> Array:
-    """Return True where the distance from the sampler is in range, [N, T].
+    """Say where the distance from the sampler is in range, [N, T] bool.
 
     `log_ratio` is that of `importance_weights`.
     """

@@ -180,13 +180,3 @@ def value_loss(
         clipped = jnp.abs(values - targets.old_values) > clip
         metrics["value/clip"] = masked.average(clipped.astype(jnp.float32), mask)
     return value, metrics
-
-
-def require_turns(separators: tuple[int, ...], credit: str) -> None:
-    """Raise InputError if separators end turns, and credit is not given to turns."""
-    if separators and credit != "turn":
-        raise InputError(
-            f"credit is given to each {credit}, and steps have none",
-            where="--algorithm.separators, --algorithm.credit",
-            fix="use --algorithm.credit turn, or leave the separators out",
-        )

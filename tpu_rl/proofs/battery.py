@@ -140,6 +140,11 @@ class Battery:
             algorithm, OPTIMIZER, lambda step: 0.1, self.trainable
         )
 
+    @property
+    def stops_gradient(self) -> bool:
+        """True if the algorithm says that its loss stops gradients on purpose."""
+        return self._algorithm.stops_gradient
+
     def trainable(self, path: str) -> bool:
         return self.case.config.roles[path.partition("/")[0]].trainable
 
@@ -274,6 +279,23 @@ def the_order_of_groups_changes_nothing(battery: Battery) -> None:
 
 
 @in_float64
+def sharing_a_prompt_changes_nothing(battery: Battery) -> None:
+    """Each completion alone in its segment of a packed row, with a prompt of its own."""
+    if battery.case.compares_in_rows:
+        return
+    batch, expected = battery.original
+    _, rows, slots = batch.rows.tokens.shape
+    actions = 0 if batch.rows.actions is None else batch.rows.actions.shape[-1]
+    alone = battery.batch(battery.case.data(), shared_prompts=False)
+    compare(
+        battery.step(_refill(alone, rows, slots, actions)),
+        expected,
+        "completions alone: a sum or mean over a completion goes by sequence_ids; a segment holds "
+        "all completions of a prompt",
+    )
+
+
+@in_float64
 def nothing_under_the_mask_is_read(battery: Battery) -> None:
     """Numbers of tokens that are no actions are NaN, and tokens after the last action others."""
     data = battery.case.data()
@@ -360,7 +382,7 @@ def only_predictions_of_learned_tokens_have_a_gradient(battery: Battery) -> None
 @in_float64
 def the_gradient_is_that_of_the_loss(battery: Battery) -> None:
     """Central differences along random directions; the batch is constant: no gradient flows through
-    make_batch."""
+    make_batch. A loss that stops gradients on purpose must differ from them."""
     batch, step = battery.original
     roles = battery.case.config.roles
     trained = {role for role, spec in roles.items() if spec.trainable}
@@ -377,10 +399,10 @@ def the_gradient_is_that_of_the_loss(battery: Battery) -> None:
         slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
         products = jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)
         product = sum(jax.tree.leaves(products))
-        if not np.isclose(product, slope, rtol=1e-6, atol=1e-8):
+        if np.isclose(product, slope, rtol=1e-6, atol=1e-8) == battery.stops_gradient:
             _fail(
                 "the gradient: that of the loss along any direction is its finite difference, "
-                "unless the loss stops gradients by design (then skip this proof)",
+                "unless the Algorithm says stops_gradient=True; then it is another",
                 f"the gradient's product is {product:.8g} and the finite difference {slope:.8g}",
             )
 
@@ -439,6 +461,7 @@ PROOFS: dict[str, Callable[[Battery], None]] = {
     "cut": the_cut_into_micro_batches_changes_nothing,
     "shape": the_shape_of_rows_changes_nothing,
     "order": the_order_of_groups_changes_nothing,
+    "alone": sharing_a_prompt_changes_nothing,
     "mask": nothing_under_the_mask_is_read,
     "learned": only_predictions_of_learned_tokens_have_a_gradient,
     "gradient": the_gradient_is_that_of_the_loss,

@@ -34,8 +34,9 @@ class Case(NamedTuple):
     """The hidden state that the gradient of a learned token reaches: that of the token before it,
     or its own. "either": all the one or all the other. "earlier": its own, or any of those of the
     tokens before it."""
-    stops_gradient: bool = False
-    """The loss stops gradients by design, so its finite differences are something else."""
+    compares_in_rows: bool = False
+    """The loss compares the completions of a group with each other by their segment of a packed
+    row, so that they have to share it."""
 
 
 def off_policy(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Rollout:
@@ -113,6 +114,7 @@ def case_of(factory: Callable[[Any, Roles, Any], Algorithm], config: Any) -> Cas
     """Return the case of an algorithm of which only the declarations are known."""
     spec = config.experience
     if spec.source in ("pairs", "scored_completions"):
-        return Case(factory, config, DATA[spec.source], tiny.PAIRS, "some actions", "either")
+        case = Case(factory, config, DATA[spec.source], tiny.PAIRS, "some actions", "either")
+        return case._replace(compares_in_rows=True)
     data = with_baseline if spec.prompt_value is not None else DATA[spec.source]
     return Case(factory, config, data, reads="either")

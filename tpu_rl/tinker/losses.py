@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.algos.cispo import cispo_surrogate
-from tpu_rl.algos.surrogates import dro, unclipped
-from tpu_rl.losses.policy_gradient import clipped_surrogate
+from tpu_rl.algos.surrogates.dro import dro
+from tpu_rl.losses.policy_gradient import clipped_surrogate, unclipped
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.tinker.wire import Datum
 from tpu_rl.types import Array

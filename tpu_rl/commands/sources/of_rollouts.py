@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpu_rl import data
-from tpu_rl.algos import controllers
 from tpu_rl.commands import compose
 from tpu_rl.commands.config import Stage
 from tpu_rl.commands.roles import RunContext
@@ -24,6 +23,7 @@ from tpu_rl.experience.sources import (
     stale_rollouts,
 )
 from tpu_rl.experience.transforms import Transform
+from tpu_rl.losses.entropy import temperature_factor
 from tpu_rl.rewards import registry
 from tpu_rl.rewards import terms as rewards
 from tpu_rl.rollout.engine import Engine
@@ -98,7 +98,7 @@ def _source_of(
     source = rollouts.rollout_source(engine, stream, batch, rounds, chain, only_needed)
     if not adapts_temperature:
         return source
-    return rollouts.at_temperature(source, controllers.temperature_factor)
+    return rollouts.at_temperature(source, temperature_factor)
 
 
 def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:
