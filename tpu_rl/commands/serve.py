@@ -40,7 +40,6 @@ from tpu_rl.sampler import TurnRequest
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
-from tpu_rl.tinker.app import TinkerApp
 from tpu_rl.tinker.learner import Learner
 from tpu_rl.tinker.service import Service
 from tpu_rl.tinker.store import Store
@@ -104,7 +103,7 @@ def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("serve"), description=__doc__)
     try:
         check(flags)
-        server.require_uvicorn()
+        server.require_packages()
         pixels = (flags.min_pixels, flags.max_pixels)
         config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
         bound = server.bind(flags.host, flags.port)
@@ -191,7 +190,9 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     accounts.append(app.Account(language.tokenizer, numbers, most_idle=idle))
     print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
     warm_up(pump, application.default, language)
-    running = server.Server(application, bound)
+    from tpu_rl.serving import routes  # The package starlette is there, as checked before.
+
+    running = server.Server(routes.application(application), bound)
     running.start()
     page = f"{running.url.removesuffix('v1')} in a browser talks to it"
     line = f"serving {flags.model} at {running.url}; {page} (Ctrl-C ends it)"
@@ -229,6 +230,8 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
         service = Service(learner, language.tokenizer, saved, num_slots=slots, most_runs=runs)
     names = (flags.served_model_name, directory, flags.model)
     key = api_key(flags)
+    from tpu_rl.tinker.app import TinkerApp  # The package starlette is there, as checked before.
+
     application = TinkerApp(
         service,
         language.tokenizer,
@@ -237,7 +240,7 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
         lambda given: key is None or hmac.compare_digest((given or "").encode(), key.encode()),
         is_open=key is None,
     )
-    running = server.Server(application, bound)
+    running = server.Server(application.application(), bound)
     running.start()
     url = running.url.removesuffix("/v1")
     print(

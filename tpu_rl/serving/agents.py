@@ -44,7 +44,7 @@ from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
-from tpu_rl.serving.server import LOOPBACK, Server, bind, require_uvicorn
+from tpu_rl.serving.server import LOOPBACK, Server, bind, require_packages
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import Params, Purpose
@@ -81,7 +81,7 @@ def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: 
         InputError: if there is no such file, it does not load, or it has no such function.
         MachineError: if the server's package is not installed.
     """
-    require_uvicorn()
+    require_packages()
     file_name = path.rpartition(":")[0]
     user_code.require_file(Path(file_name).expanduser().absolute(), "agent", file_name or path)
     limits = replace(limits, call_seconds=seconds)
@@ -288,7 +288,9 @@ class _AgentEngine:
     @functools.cached_property
     def _server(self) -> Server:
         """The server, which lives as long as the process."""
-        server = Server(self._app, bind(LOOPBACK, 0))
+        from tpu_rl.serving import routes  # The package starlette is there, as checked before.
+
+        server = Server(routes.application(self._app), bind(LOOPBACK, 0))
         server.start()
         return server
 

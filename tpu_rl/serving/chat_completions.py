@@ -7,7 +7,7 @@ from typing import Any
 
 from tpu_rl.serving import protocol, replies
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
-from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+from tpu_rl.serving.replies import Accepted, Envelope, Items, Piece, Protocol, Reply, event
 from tpu_rl.tokenizers import Tokenizer
 
 
@@ -134,7 +134,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
 
     async for item in items:
         match item:
-            case Begun(prompt):
+            case Accepted(prompt):
                 first = {"role": "assistant", "content": ""}
                 choice = {"index": 0, "delta": first, "finish_reason": None}
                 head = _common(envelope, "chat.completion.chunk")

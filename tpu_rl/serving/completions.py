@@ -54,7 +54,7 @@ def _prompts(value: str | list[Any]) -> list[str | list[int]]:
     return [protocol.ids_of(prompt, "prompt") for prompt in value]
 
 
-def choice(
+def _choice(
     tokenizer: Tokenizer, request: TextRequest, index: int, reply: Reply, scores: Scores | None
 ) -> dict[str, Any]:
     """Return the completion of one prompt.
@@ -105,18 +105,24 @@ def _alternatives(tokenizer: Tokenizer, ids: list[int], values: list[float]) -> 
     return {tokenizer.decode([i], skip_special=False): value for i, value in reversed(pairs)}
 
 
-def envelope_of(envelope: Envelope) -> dict[str, Any]:
+def _head(envelope: Envelope) -> dict[str, Any]:
     """Return the head of an answer."""
     head = {"id": f"cmpl-{envelope.number}", "object": "text_completion"}
     return head | {"created": envelope.created, "model": envelope.model}
 
 
-def answer(envelope: Envelope, found: list[Reply], choices: list[dict[str, Any]]) -> dict[str, Any]:
+def answer(
+    envelope: Envelope, request: TextRequest, replies: list[Reply], scores: list[Scores | None]
+) -> dict[str, Any]:
     """Return the body of an answer to all prompts of a request."""
-    counts = [usage(reply) for reply in found]
+    choices = [
+        _choice(envelope.tokenizer, request, index, *pair)
+        for index, pair in enumerate(zip(replies, scores, strict=True))
+    ]
+    counts = [usage(reply) for reply in replies]
     total = {key: sum(count[key] for count in counts) for key in counts[0]}
-    ids = {"prompt_token_ids": found[0].prompt} if len(found) == 1 else {}
-    return envelope_of(envelope) | {"usage": total, "choices": choices} | ids
+    ids = {"prompt_token_ids": replies[0].prompt} if len(replies) == 1 else {}
+    return _head(envelope) | {"usage": total, "choices": choices} | ids
 
 
 async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
@@ -124,7 +130,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
 
     def chunk(text: str, finish: str | None = None, **further: Any) -> bytes:
         shown = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None, **further}
-        return event(envelope_of(envelope) | {"choices": [shown]})
+        return event(_head(envelope) | {"choices": [shown]})
 
     async for item in items:
         if isinstance(item, Piece):
@@ -137,7 +143,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
         elif isinstance(item, Reply):
             yield chunk(item.rest, item.finish)
             if envelope.options.stream_usage:
-                yield event(envelope_of(envelope) | {"choices": [], "usage": usage(item)})
+                yield event(_head(envelope) | {"choices": [], "usage": usage(item)})
             yield b"data: [DONE]\n\n"
 
 

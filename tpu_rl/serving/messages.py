@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_rl.serving import protocol, replies
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
-from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+from tpu_rl.serving.replies import Accepted, Envelope, Items, Piece, Protocol, Reply, event
 
 ERRORS = {
     401: "authentication_error",
@@ -194,7 +194,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
     blocks = 0
     async for item in items:
         match item:
-            case Begun(prompt):
+            case Accepted(prompt):
                 yield write("message_start", message=_head(envelope, prompt))
             case Piece(_, _, text):
                 if not blocks and not text:

@@ -162,6 +162,10 @@ class Fields:
             raise ApiError(400, f"{self._place}{name} is missing", f"{self._place}{name}")
         return value
 
+    def has(self, name: str) -> bool:
+        """Return True if a key is there and not null."""
+        return self._values.get(name) is not None
+
     def only(self, name: str, *allowed: Any) -> None:
         """Take a key that may only have values which change nothing."""
         value = self._values.pop(name, None)
@@ -177,8 +181,9 @@ class Fields:
         for name in names:
             self._values.pop(name, None)
 
-    def finish(self) -> None:
-        """Raise ApiError if a key is left."""
+    def finish(self, *ignored: str) -> None:
+        """Raise ApiError if a key is left; those in `ignored` do not change the answer."""
+        self.ignore(*ignored)
         for name in self._values:
             raise ApiError(400, f"unknown key {self._place}{name}", f"{self._place}{name}")
 

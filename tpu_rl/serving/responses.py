@@ -10,7 +10,7 @@ from typing import Any
 from tpu_rl.serving import protocol, replies
 from tpu_rl.serving.chat_completions import log_prob
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
-from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+from tpu_rl.serving.replies import Accepted, Envelope, Items, Piece, Protocol, Reply, event
 
 TEXTS = ("input_text", "output_text", "text")
 LOG_PROBS = "message.output_text.logprobs"
@@ -198,7 +198,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
 
     async for item in items:
         match item:
-            case Begun():
+            case Accepted():
                 yield write("created", response=_response(envelope, None))
                 yield write("in_progress", response=_response(envelope, None))
             case Piece(token, value, text):
