@@ -384,15 +384,15 @@ def test_a_failure_of_one_request_is_its_own(running, monkeypatch):
 def test_a_failure_of_the_sampler_is_that_of_its_calls(capsys):
     pump = Pump(Writer)
     requests = [TurnRequest(number, [5], np.zeros(2, np.uint32), 4) for number in range(2)]
-    pump.ask(HOT, requests[0])
+    pump.submit(HOT, requests[0])
     serve.decode(pump)
     sampler = pump._samplers[HOT]
     sampler.step = lambda: 1 / 0
-    future = pump.ask(HOT, requests[1])
+    future = pump.submit(HOT, requests[1])
     serve.decode(pump)
     assert isinstance(future.exception(0), ZeroDivisionError)
     assert "error: ZeroDivisionError" in capsys.readouterr().err
-    again = pump.ask(HOT, requests[0])
+    again = pump.submit(HOT, requests[0])
     serve.decode(pump)
     assert again.result(0).tokens
 

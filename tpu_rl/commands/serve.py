@@ -273,7 +273,7 @@ def warm_up(pump: Pump, distribution: Distribution, language: roles.Language) ->
     prompt = [language.tokenizer.pad_id]
     for _ in range(2):
         request = TurnRequest(WARM_UP, prompt, np.zeros(2, np.uint32), 1)
-        future = pump.ask(distribution, request)
+        future = pump.submit(distribution, request)
         while not future.done():
             pump.step(0.0)
         prompt = [*prompt, *future.result().tokens, *prompt]

@@ -334,7 +334,7 @@ class App:
                 loop.call_soon_threadsafe(grown.put_nowait, item)
 
         try:
-            future = self.pump.ask(distribution, request, put if is_watched else None)
+            future = self.pump.submit(distribution, request, put if is_watched else None)
             future.add_done_callback(put)
             yield None
             while True:

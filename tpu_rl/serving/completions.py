@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from tpu_rl.sampler import Scores, Turn
 from tpu_rl.serving import protocol
 from tpu_rl.serving.chat_completions import usage
-from tpu_rl.serving.protocol import ApiError, Fields, TextRequest
+from tpu_rl.serving.protocol import TOKEN_LIMITS, ApiError, Fields, TextRequest
 from tpu_rl.serving.replies import Envelope, Items, Piece, Reply, event
 from tpu_rl.tokenizers import Tokenizer
 
@@ -24,15 +23,15 @@ def parse(body: Any) -> TextRequest:
     """Return the request of a body of /v1/completions."""
     fields = Fields(body)
     prompt = fields.require("prompt", (str, list))
-    echo = bool(fields.take("echo", bool))
+    echo = fields.flag("echo")
     fields.only("suffix", "")
     fields.only("best_of", 1)
     # The number of alternatives; false and true are older forms of none and of 0.
     top = fields.take("logprobs", (int, bool), lambda n: 0 <= n <= MOST_ALTERNATIVES)
     top = (0 if top else None) if isinstance(top, bool) else top
-    most = fields.take("max_tokens", int, lambda n: n >= 1 - echo)
-    options = protocol.options(fields, logprobs=top is not None)
-    options = replace(options, max_tokens=options.max_tokens if most is None else most)
+    options = protocol.options(
+        fields, logprobs=top is not None, limits=TOKEN_LIMITS[::-1], least_tokens=1 - echo
+    )
     request = TextRequest(_prompts(prompt), options, echo, top)
     if options.stream and (len(request.prompts) > 1 or echo or (top or 0) > 1):
         raise ApiError(400, "stream goes with one prompt, without echo and alternatives", "stream")
@@ -151,10 +150,9 @@ def parse_generate(body: Any) -> TextRequest:
     """Return the request of a body of /inference/v1/generate."""
     fields = Fields(body)
     prompt = protocol.ids_of(fields.require("token_ids", list), "token_ids")
-    fields.ignore("model", "cache_salt", "priority", "request_id")
     fields.only("stream", False)
     sampling = Fields(fields.take("sampling_params", dict) or {}, "sampling_params")
-    fields.finish()
+    fields.finish("model", "cache_salt", "priority", "request_id")
     sampling.ignore("skip_special_tokens", "spaces_between_special_tokens", "detokenize")
     top = sampling.take("prompt_logprobs", int, lambda n: 0 <= n <= MOST_ALTERNATIVES)
     sampling.only("min_tokens", 0)

@@ -461,7 +461,7 @@ class Service:
                 item.job.fail(error)
                 continue
             for turn in turns:
-                item.turns[turn.conversation] = self._pump.ask(item.request.decoding, turn)
+                item.turns[turn.conversation] = self._pump.submit(item.request.decoding, turn)
             self._active.append(item)
             count += len(turns)
 
