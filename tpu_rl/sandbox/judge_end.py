@@ -242,75 +242,11 @@ def judge(
     """
     end = JudgeEnd(incoming, outgoing)
     ENDS.append(end)
-    reached: set[int] = set()
     sys.setrecursionlimit(MAX_RECURSION)
-
-    def check(number: int, value: Any) -> None:
-        # Constants have the number -1.
-        reached.update({number} - {-1})
-        # Not an exception: the test could catch it.
-        if isinstance(value, Remote) and not _plain(value):
-            raise Closed("an assert is about an object of the program")
-        if not value:
-            raise Closed("an assert is false")
-
-    def effect(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        # A call for its effect, so the program's changes of the arguments count. In any other call
-        # the test keeps its own values.
-        if isinstance(function, Remote):
-            return end.ask("call", function, *arguments, keywords=keywords, back=True)
-        owner = end.attributes.get(id(getattr(function, "__self__", None)))
-        value = function(*arguments, **keywords)
-        if owner:
-            # As in `s.items.append(x)`: the container of the program changes like its copy.
-            end.ask("method", *owner[1:], function.__name__, *arguments, keywords=keywords)
-        return value
-
-    def caught() -> None:
-        end.handle(sys.exc_info()[1])
-
-    def raised(error: Any = None) -> None:
-        end.raise_again(error or sys.exc_info()[1])
-
-    def advance(iterator: Any, *default: Any) -> Any:
-        try:
-            return next(iterator, *default)
-        except StopIteration as error:
-            # Only an iterator of the test may end because another one does.
-            if sys._getframe(1).f_code.co_name != "__next__":
-                end.unhandled[id(error)] = error
-            raise
-
-    def has_attribute(value: Any, name: str) -> bool:
-        return end.ask("has", value, name) if isinstance(value, Remote) else hasattr(value, name)
-
-    def is_callable(value: Any) -> bool:
-        return end.ask("callable", value) if isinstance(value, Remote) else callable(value)
-
-    def type_of(value: Any) -> Any:
-        return end.ask("type", value) if isinstance(value, Remote) else type(value)
-
-    class Names(dict[str, Any]):
-        """Names that the test does not define: builtins first, then the program's."""
-
-        def __missing__(self, name: str) -> Any:
-            if name in program_names:
-                match end.ask("name", name):
-                    case (value,):
-                        if isinstance(value, Remote):
-                            end.named.add(id(value))
-                        return value
-            raise KeyError(name)
-
-    names = Names(vars(builtins))
-    names |= {"next": advance, "callable": is_callable, "<type>": type_of}
-    names |= {"<check>": check, "<effect>": effect, "<caught>": caught, "<raised>": raised}
-    names |= {"<hasattr>": has_attribute, "<context>": Context}
-    for name in program_names:
-        names.pop(name, None)
+    functions = TestFunctions(end)
     failure = ""
     try:
-        exec(code, {"__name__": TEST, "__builtins__": names})
+        exec(code, {"__name__": TEST, "__builtins__": Names(end, functions, program_names)})
     except SystemExit as error:
         failure = f"the test ended with {error.code!r:.100}" if error.code else ""
     except BaseException as error:
@@ -322,9 +258,109 @@ def judge(
     if end.unhandled:
         (error, *_) = end.unhandled.values()
         return f"failed: the program's {type(error).__name__} ended a part of the test"
-    if len(reached) < num_asserts:
+    if len(functions.reached) < num_asserts:
         return "failed: not all asserts were reached"
     return "passed"
+
+
+class TestFunctions:
+    """The functions that `unit_tests.prepare` makes a test call."""
+
+    def __init__(self, end: JudgeEnd):
+        self._end = end
+        self.reached: set[int] = set()
+        """Numbers of the asserts that were true so far."""
+
+    def check(self, number: int, value: Any) -> None:
+        """Judge the value of an assert. A constant has the number -1."""
+        self.reached.update({number} - {-1})
+        # Not an exception: the test could catch it.
+        if isinstance(value, Remote) and not _plain(value):
+            raise Closed("an assert is about an object of the program")
+        if not value:
+            raise Closed("an assert is false")
+
+    def effect(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function for its effect, so that the program's changes of the arguments count.
+
+        In any other call the test keeps its own values.
+        """
+        if isinstance(function, Remote):
+            return self._end.ask("call", function, *arguments, keywords=keywords, back=True)
+        owner = None
+        if isinstance(function, BOUND_METHODS):
+            owner = self._end.attributes.get(id(function.__self__))
+        value = function(*arguments, **keywords)
+        if owner:
+            # As in `s.items.append(x)`: the container of the program changes like its copy.
+            method = function.__name__
+            self._end.ask("method", *owner[1:], method, *arguments, keywords=keywords)
+        return value
+
+    def caught(self) -> None:
+        """Note that a handler of the test begins."""
+        self._end.handle(sys.exc_info()[1])
+
+    def raised(self, error: Any = None) -> None:
+        """Note that a handler of the test passes an exception on."""
+        self._end.raise_again(error or sys.exc_info()[1])
+
+    def next(self, iterator: Any, *default: Any) -> Any:
+        """Do what the builtin does. Only an iterator of the test may end because another ends."""
+        try:
+            return next(iterator, *default)
+        except StopIteration as error:
+            if sys._getframe(1).f_code.co_name != "__next__":
+                self._end.unhandled[id(error)] = error
+            raise
+
+    def has_attribute(self, value: Any, name: str) -> bool:
+        return self._end.ask("has", value, name) if _is_remote(value) else hasattr(value, name)
+
+    def is_callable(self, value: Any) -> bool:
+        return self._end.ask("callable", value) if _is_remote(value) else callable(value)
+
+    def type_of(self, value: Any) -> Any:
+        return self._end.ask("type", value) if _is_remote(value) else type(value)
+
+
+class Names(dict[str, Any]):
+    """Names that the test does not define: builtins first, then the program's."""
+
+    def __init__(self, end: JudgeEnd, functions: TestFunctions, program_names: set[str]):
+        super().__init__(vars(builtins))
+        self._end = end
+        self._program_names = program_names
+        self |= {
+            "next": functions.next,
+            "callable": functions.is_callable,
+            "<type>": functions.type_of,
+            "<hasattr>": functions.has_attribute,
+            "<check>": functions.check,
+            "<effect>": functions.effect,
+            "<caught>": functions.caught,
+            "<raised>": functions.raised,
+            "<context>": Context,
+        }
+        for name in program_names:
+            self.pop(name, None)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._program_names:
+            match self._end.ask("name", name):
+                case (value,):
+                    if isinstance(value, Remote):
+                        self._end.named.add(id(value))
+                    return value
+        raise KeyError(name)
+
+
+BOUND_METHODS = (type([].append), type([].__len__))
+"""Types of the methods of containers, whose `__self__` is the container."""
+
+
+def _is_remote(value: Any) -> bool:
+    return isinstance(value, Remote)
 
 
 def _is_raised(traceback: Any) -> bool:

@@ -395,9 +395,7 @@ def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast
     copies: set[ast.expr] = set()
     for node in ast.walk(tree):
         fresh: set[str] = {node.target.id} if _has_target(node) else set()  # type: ignore
-        for statement in (
-            getattr(node, "body", ()) if isinstance(node, ast.stmt | ast.Module) else ()
-        ):
+        for statement in _body(node):
             match statement:
                 case ast.Assign(
                     targets=[ast.Name()],
@@ -420,6 +418,14 @@ def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast
     return copies
 
 
+def _body(node: ast.AST) -> list[ast.stmt]:
+    """Return the statements of a module or a compound statement."""
+    match node:
+        case ast.Module(body=list() as body) | ast.stmt(body=list() as body):  # type: ignore
+            return body
+    return []
+
+
 def _has_target(node: ast.AST) -> bool:
     return isinstance(node, ast.For) and isinstance(node.target, ast.Name)
 
@@ -432,24 +438,23 @@ def _derived_names(tree: ast.Module, program_names: set[str]) -> set[str]:
         size = len(derived)
         for node in ast.walk(tree):
             match node:
+                case ast.Assign(value=source, targets=targets):
+                    pass
                 case (
-                    ast.Assign(value=source)
-                    | ast.AnnAssign(value=source)
-                    | ast.AugAssign(value=source)
-                    | ast.NamedExpr(value=source)
-                    | ast.For(iter=source)
-                    | ast.comprehension(iter=source)
-                    | ast.withitem(context_expr=source)
+                    ast.AnnAssign(value=source, target=target)
+                    | ast.AugAssign(value=source, target=target)
+                    | ast.NamedExpr(value=source, target=target)
+                    | ast.For(iter=source, target=target)
+                    | ast.comprehension(iter=source, target=target)
+                    | ast.withitem(context_expr=source, optional_vars=target)
                 ):
-                    target = getattr(node, "targets", None) or [
-                        getattr(node, "target", None) or getattr(node, "optional_vars", None)
-                    ]
+                    targets = [target] if target else []
                 case ast.FunctionDef(name=name):
-                    source, target = node, [ast.Name(name)]
+                    source, targets = node, [ast.Name(name)]
                 case _:
                     continue
             if source is not None and _value_names(source) & derived:
-                parts = [part for root in target if root for part in ast.walk(root)]
+                parts = [part for root in targets for part in ast.walk(root)]
                 derived |= {part.id for part in parts if isinstance(part, ast.Name)}
     return derived
 
@@ -463,8 +468,8 @@ def _value_names(node: ast.AST) -> set[str]:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Makes asserts, calls for their effect, handlers and `with` into calls of `judge_end.judge`'s
-    functions."""
+    """Makes asserts, calls for their effect, handlers and `with` into calls of
+    `judge_end.TestFunctions`."""
 
     def __init__(self, in_place: set[ast.Call], unused: set[ast.AST]):
         """Take the calls for their effect whose value is used as well, and asserts of functions
