@@ -42,7 +42,8 @@ class Codec(NamedTuple):
 
     tag: bytes
     items: Callable[[Any], Iterable[Any]]
-    make: Callable[[list[Any]], Any]
+    make: Callable[[Any, list[Any]], Any] = lambda kind, items: kind(items)
+    """(the class, items) -> value."""
 
 
 def module_named(name: str) -> Any:
@@ -58,74 +59,76 @@ def _keys_and_values(value: Any) -> Iterable[Any]:
     return (part for item in dict.items(value) for part in item)
 
 
+def _bounds(value: Any) -> Iterable[Any]:
+    return value.start, value.stop, value.step
+
+
+def _iso_text(value: Any) -> Iterable[Any]:
+    return (value.isoformat(),)
+
+
+def _make_of_pairs(kind: Any, items: list[Any]) -> Any:
+    return kind(pairs_of(items))
+
+
+def _make_of_arguments(kind: Any, items: list[Any]) -> Any:
+    return kind(*items)
+
+
+def _make_of_iso_text(kind: Any, items: list[Any]) -> Any:
+    return kind.fromisoformat(*items)
+
+
+KEYS = Codec(b"K", iter, lambda _, items: dict.fromkeys(items).keys())
+VALUES = Codec(b"V", iter, lambda _, items: dict(enumerate(items)).values())
+PAIRS = Codec(
+    b"I",
+    lambda value: (part for item in value for part in item),
+    lambda _, items: pairs_of(items).items(),
+)
+MAPPING = Codec(b"d", _keys_and_values, lambda _, items: pairs_of(items))
 CONTAINERS: dict[type, Codec] = {
-    list: Codec(b"l", list.__iter__, list),
-    tuple: Codec(b"t", tuple.__iter__, tuple),
-    set: Codec(b"s", set.__iter__, set),
-    frozenset: Codec(b"z", frozenset.__iter__, frozenset),
-    dict: Codec(b"d", _keys_and_values, pairs_of),
-    type({}.keys()): Codec(b"K", iter, lambda items: dict.fromkeys(items).keys()),
-    type({}.values()): Codec(b"V", iter, lambda items: dict(enumerate(items)).values()),
-    type({}.items()): Codec(
-        b"I",
-        lambda value: (part for item in value for part in item),
-        lambda items: pairs_of(items).items(),
-    ),
+    list: Codec(b"l", list.__iter__),
+    tuple: Codec(b"t", tuple.__iter__),
+    set: Codec(b"s", set.__iter__),
+    frozenset: Codec(b"z", frozenset.__iter__),
+    dict: MAPPING,
+    type({}.keys()): KEYS,
+    type({}.values()): VALUES,
+    type({}.items()): PAIRS,
 }
 NAMED: dict[tuple[str, str], Codec] = {
-    ("builtins", "range"): Codec(
-        b"r", lambda value: (value.start, value.stop, value.step), lambda items: range(*items)
-    ),
-    ("builtins", "slice"): Codec(
-        b"S", lambda value: (value.start, value.stop, value.step), lambda items: slice(*items)
-    ),
-    ("builtins", "odict_keys"): CONTAINERS[type({}.keys())],
-    ("builtins", "odict_values"): CONTAINERS[type({}.values())],
-    ("builtins", "odict_items"): CONTAINERS[type({}.items())],
-    ("collections", "defaultdict"): CONTAINERS[dict],
-    ("collections", "deque"): Codec(
-        b"q", iter, lambda items: module_named("collections").deque(items)
-    ),
-    ("collections", "Counter"): Codec(
-        b"C",
-        _keys_and_values,
-        lambda items: module_named("collections").Counter(pairs_of(items)),
-    ),
-    ("collections", "OrderedDict"): Codec(
-        b"O",
-        _keys_and_values,
-        lambda items: module_named("collections").OrderedDict(pairs_of(items)),
-    ),
+    ("builtins", "range"): Codec(b"r", _bounds, _make_of_arguments),
+    ("builtins", "slice"): Codec(b"S", _bounds, _make_of_arguments),
+    ("builtins", "odict_keys"): KEYS,
+    ("builtins", "odict_values"): VALUES,
+    ("builtins", "odict_items"): PAIRS,
+    ("collections", "defaultdict"): MAPPING,
+    ("collections", "deque"): Codec(b"q", iter),
+    ("collections", "Counter"): Codec(b"C", _keys_and_values, _make_of_pairs),
+    ("collections", "OrderedDict"): Codec(b"O", _keys_and_values, _make_of_pairs),
     ("fractions", "Fraction"): Codec(
         b"F",
         lambda value: (value.numerator, value.denominator),
-        lambda items: module_named("fractions").Fraction(*map(int, items)),
+        lambda kind, items: kind(*map(int, items)),
     ),
-    ("decimal", "Decimal"): Codec(
-        b"D", lambda value: (str(value),), lambda items: module_named("decimal").Decimal(*items)
-    ),
+    ("decimal", "Decimal"): Codec(b"D", lambda value: (str(value),), _make_of_arguments),
     ("datetime", "timedelta"): Codec(
-        b"p",
-        lambda value: (value.days, value.seconds, value.microseconds),
-        lambda items: module_named("datetime").timedelta(*items),
+        b"p", lambda value: (value.days, value.seconds, value.microseconds), _make_of_arguments
     ),
-    ("datetime", "date"): Codec(
-        b"a",
-        lambda value: (value.isoformat(),),
-        lambda items: module_named("datetime").date.fromisoformat(*items),
-    ),
-    ("datetime", "time"): Codec(
-        b"h",
-        lambda value: (value.isoformat(),),
-        lambda items: module_named("datetime").time.fromisoformat(*items),
-    ),
-    ("datetime", "datetime"): Codec(
-        b"w",
-        lambda value: (value.isoformat(),),
-        lambda items: module_named("datetime").datetime.fromisoformat(*items),
-    ),
+    ("datetime", "date"): Codec(b"a", _iso_text, _make_of_iso_text),
+    ("datetime", "time"): Codec(b"h", _iso_text, _make_of_iso_text),
+    ("datetime", "datetime"): Codec(b"w", _iso_text, _make_of_iso_text),
 }
 """Classes by module and name: the modules are imported only where they are used."""
+CLASSES: dict[bytes, tuple[tuple[str, str], Codec]] = {
+    codec.tag: (name, codec)
+    for name, codec in (
+        *NAMED.items(),
+        *(((kind.__module__, kind.__name__), codec) for kind, codec in CONTAINERS.items()),
+    )
+}
+"""Tag -> (module, class) and codec. The class itself, of a dict's views, is not needed."""
 END = b"."
 VISIBLE = {"__name__", "__qualname__", "__doc__", "__wrapped__", "__dict__"}
 """Attributes between double underscores that an object of the other end answers."""
@@ -232,13 +235,16 @@ class Reader:
         tag, content = self._take()
         if tag in SIMPLE:
             return SIMPLE[tag](content)
-        if tag in MAKERS:
-            items: list[Any] = []
-            while self._data[self._position : self._position + 1] != END:
-                items.append(self.value())
-            self._take()
-            return MAKERS[tag](items)
-        return self._resolve(tag, content.decode())
+        if tag not in CLASSES and tag != b"e":
+            return self._resolve(tag, content.decode())
+        items: list[Any] = []
+        while self._data[self._position : self._position + 1] != END:
+            items.append(self.value())
+        self._take()
+        if tag == b"e":
+            return _exception(items)
+        (module, name), codec = CLASSES[tag]
+        return codec.make(vars(module_named(module)).get(name), items)
 
     def _take(self) -> tuple[bytes, bytes]:
         start = self._position + 5
@@ -294,10 +300,6 @@ SIMPLE: dict[bytes, Callable[[bytes], Any]] = {
     b"i": lambda content: int(content, 16),
     b"f": float,
     b"c": lambda content: complex(content.decode()),
-}
-MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {
-    b"e": _exception,
-    **{codec.tag: codec.make for codec in (*CONTAINERS.values(), *NAMED.values())},
 }
 
 
