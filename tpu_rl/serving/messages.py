@@ -33,9 +33,9 @@ def parse(body: Any) -> ChatRequest:
     request = _conversation(fields)
     stops = protocol.stop_strings(fields, "stop_sequences", (list,))
     fields.only("service_tier", "auto", "standard_only")
-    options = protocol.options(fields, limits=("max_tokens",))
-    if options.max_tokens is None:
+    if not fields.has("max_tokens"):
         raise ApiError(400, "max_tokens is missing", "max_tokens")
+    options = protocol.options(fields, limits=protocol.TOKEN_LIMITS[::-1])
     return replace(request, options=replace(options, stop=stops or options.stop))
 
 
