@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import math
 import re
 import secrets
@@ -214,8 +215,8 @@ class TinkerApp:
             )
         spec = _lora_spec(lora)
         self._require_base(fields.require("base_model", str))
-        create = self.service.create_adapter
-        return self._create_run(fields, {"type": "create_model"}, lambda: create(spec))
+        create = functools.partial(self.service.learner.create, spec)
+        return self._create_run(fields, {"type": "create_model"}, create)
 
     def _create_run(self, fields: Fields, about: Answer, make: Callable[[], Adapter]) -> Answer:
         """Let a training client be made, by the thread that owns the devices."""

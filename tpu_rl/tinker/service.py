@@ -34,7 +34,7 @@ from tpu_rl.sampler import Turn
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.serving.pump import Pump
 from tpu_rl.tinker import sampling
-from tpu_rl.tinker.learner import Adapter, Learner, LoraSpec
+from tpu_rl.tinker.learner import Adapter, Learner
 from tpu_rl.tinker.sampling import SampleRequest
 from tpu_rl.tinker.store import SCHEME, Store
 from tpu_rl.tokenizers import Tokenizer
@@ -553,7 +553,3 @@ class Service:
         name = secrets.randbits(62)
         self.snapshots.put(name, self.learner.snapshot(self.adapter(run)))
         return name
-
-    def create_adapter(self, spec: LoraSpec) -> Adapter:
-        """Return a new adapter."""
-        return self.learner.create(spec)
