@@ -19,8 +19,8 @@ EXTRAS = {
     "datasets": ["datasets", "pyarrow"],
     "wandb": ["wandb"],
     "trackio": ["trackio"],
-    # For launch/serve.py and --agent: the server itself, of two small packages.
-    "serve": ["uvicorn>=0.30", "protobuf>=5"],
+    # For launch/serve.py and --agent: the server itself, of three small packages.
+    "serve": ["uvicorn>=0.30", "starlette>=0.40", "protobuf>=5"],
     # For the tests of launch/serve.py --tinker with the real client.
     "tinker": ["tinker==0.38.0"],
     # Environments of other packages: tpu_rl/tasks/adapters.
@@ -45,6 +45,7 @@ EXTRAS = {
         "pyright[nodejs]>=1.1.400",
         "pyarrow",
         "uvicorn>=0.30",
+        "starlette>=0.40",
         "protobuf>=5",
         "openai",
     ],

@@ -29,7 +29,7 @@ def arm_series(label: str, run_dirs: list[Path], metric: str) -> plots.Series:
     curves = [curve(run_dir, metric) for run_dir in run_dirs]
     steps = sorted(set.intersection(*map(set, curves)))
     values = np.array([[values[step] for step in steps] for values in curves])
-    return plots.Series(label, np.array(steps), values.mean(0), values.min(0), values.max(0))
+    return plots.Series(label, np.array(steps), values.mean(0), (values.min(0), values.max(0)))
 
 
 def main() -> None:

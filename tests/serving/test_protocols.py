@@ -12,7 +12,7 @@ import pytest
 
 from tests.fixtures.fake_sampler import HOT, LIMITS, TOKENIZER, Writer, user
 from tpu_rl.sampler import Scores, Turn
-from tpu_rl.serving import app, messages, responses, server
+from tpu_rl.serving import app, messages, responses, routes, server
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.serving.pump import Pump
 from tpu_rl.serving.replies import TextStream
@@ -87,7 +87,7 @@ class Running:
                 Scores(s.log_probs, s.top_ids[:, :top], s.top_log_probs[:, :top]) for s in scores
             ],
         )
-        self.server = server.Server(application, server.bind("127.0.0.1", 0))
+        self.server = server.Server(routes.application(application), server.bind("127.0.0.1", 0))
         self.server.start()
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.decode, daemon=True)
@@ -377,7 +377,7 @@ def test_fuzzed_requests_end_no_server():
         return pick([*values, [user("hello")], {"type": pick(kinds), pick(names): pick(values)}])
 
     for number in range(3000):
-        path, row = pick(list(app.CONVERSATIONS.items()))
+        path, row = pick(list(routes.CONVERSATIONS.items()))
         body = BODIES[path.removeprefix("/v1")] | {pick(names): value(3), pick(names): value(3)}
         statuses = {400}
         try:
@@ -392,7 +392,7 @@ def test_fuzzed_requests_end_no_server():
 
 @pytest.mark.parametrize("path", BODIES)
 def test_what_a_route_reads_is_one_request(path):
-    request = app.CONVERSATIONS[f"/v1{path}"].parse(BODIES[path])
+    request = routes.CONVERSATIONS[f"/v1{path}"].parse(BODIES[path])
     assert (request.messages, request.tools) == ([user("hello")], None)
 
 

@@ -48,11 +48,11 @@ def test_the_end_answers_every_call_and_frees_the_samplers():
         return sampler
 
     pump = Pump(make)
-    running = pump.ask(Distribution(0.0), request(0))
+    running = pump.submit(Distribution(0.0), request(0))
     pump.step(0.0)
-    waiting = pump.ask(Distribution(0.0), request(1))
+    waiting = pump.submit(Distribution(0.0), request(1))
     pump.end(ValueError("over"))
-    late = pump.ask(Distribution(0.0), request(2))
+    late = pump.submit(Distribution(0.0), request(2))
     for future in (running, waiting, late):
         with pytest.raises(ValueError, match="over"):
             future.result(0)
@@ -62,8 +62,8 @@ def test_the_end_answers_every_call_and_frees_the_samplers():
 
 def test_a_cancelled_call_is_not_decoded():
     pump = Pump(Sampler)
-    cancelled = pump.ask(Distribution(1.0), request(0))
-    other = pump.ask(Distribution(1.0), request(1))
+    cancelled = pump.submit(Distribution(1.0), request(0))
+    other = pump.submit(Distribution(1.0), request(1))
     assert cancelled.cancel()
     pump.step(0.0)
     assert other.result(0).tokens == [7]
@@ -72,8 +72,8 @@ def test_a_cancelled_call_is_not_decoded():
 def test_idle_samplers_beyond_the_limit_are_dropped():
     pump = Pump(Sampler)
     for number in range(MOST_SAMPLERS + 3):
-        pump.ask(Distribution(1.0 + number), request(number))
+        pump.submit(Distribution(1.0 + number), request(number))
     pump.step(0.0)
-    pump.ask(Distribution(99.0), request(99))
+    pump.submit(Distribution(99.0), request(99))
     pump.step(0.0)
     assert len(pump._samplers) == MOST_SAMPLERS

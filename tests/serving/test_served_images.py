@@ -18,7 +18,7 @@ from tpu_rl.commands.serve import chat as chat_command
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.sampler import Turn
-from tpu_rl.serving import app, protocol
+from tpu_rl.serving import app, protocol, routes
 from tpu_rl.serving.pump import Pump
 
 TEMPLATE = (
@@ -85,6 +85,7 @@ def ask():
         lambda key: account,
         images=table,
     )
+    asgi = routes.application(application)
     is_over = threading.Event()
 
     def decode():
@@ -107,7 +108,7 @@ def ask():
         async def send(message):
             sent.append(message)
 
-        await application(scope, receive, send)
+        await asgi(scope, receive, send)
         content = b"".join(message.get("body", b"") for message in sent)
         return sent[0]["status"], json.loads(content)
 

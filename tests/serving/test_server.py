@@ -16,7 +16,7 @@ from tpu_rl import tokenizers
 from tpu_rl.commands.serve import serve
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import Turn, TurnRequest
-from tpu_rl.serving import app, chat, server
+from tpu_rl.serving import app, chat, http, routes, server
 from tpu_rl.serving.protocol import Options
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
@@ -32,7 +32,7 @@ class Running:
         self.numbers = itertools.count()
         self.begin()
         accounts = {"episode": lambda: self.account}
-        application = app.App(
+        self.app = app.App(
             self.pump,
             TOKENIZER,
             "tiny",
@@ -40,7 +40,7 @@ class Running:
             HOT,
             lambda key: accounts.get(key, lambda: None)(),
         )
-        self.server = server.Server(application, server.bind("127.0.0.1", 0))
+        self.server = server.Server(routes.application(self.app), server.bind("127.0.0.1", 0))
         self.server.start()
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.decode, daemon=True)
@@ -195,7 +195,7 @@ BAD_REQUESTS = {
     "unknown id": ("/inference/v1/generate", {"token_ids": [999]}, {}, 400, "999"),
     "no JSON": (CHAT, b"{", {}, 400, "not JSON"),
     "form": (CHAT, b"{}", {"kind": "text/plain"}, 415, "application/json"),
-    "large": (CHAT, b" " * (app.MAX_BODY_BYTES + 1), {}, 413, "bytes"),
+    "large": (CHAT, b" " * (http.MAX_BODY_BYTES + 1), {}, 413, "bytes"),
     "unknown route": ("/v1/nowhere", HELLO, {}, 404, "/v1/chat/completions"),
     "wrong method": (CHAT, None, {}, 405, "POST"),
 }
@@ -347,7 +347,7 @@ def test_tools_whose_calls_cannot_be_read_are_refused(running):
     running.begin()
     assert running.chat([user("hello t")], tools=[LAMP])[0] == 200
     silent = dataclasses.replace(TOKENIZER, chat_template=TEMPLATE.replace("tool_calls", "none"))
-    application = dataclasses.replace(running.server._server.config.app, tokenizer=silent)
+    application = routes.application(dataclasses.replace(running.app, tokenizer=silent))
     other = server.Server(application, server.bind("127.0.0.1", 0))
     other.start()
     root = running.server
@@ -362,8 +362,7 @@ def test_tools_whose_calls_cannot_be_read_are_refused(running):
 @pytest.mark.parametrize("token_id", [-1, TOKENIZER.vocab_size, 20, 2**63, 10**400])
 def test_ids_beyond_the_vocabulary_are_refused(running, token_id, monkeypatch):
     running.begin()
-    application = running.server._server.config.app
-    monkeypatch.setattr(application, "limits", LIMITS._replace(vocab_size=20))
+    monkeypatch.setattr(running.app, "limits", LIMITS._replace(vocab_size=20))
     status, error = running.ask("/inference/v1/generate", {"token_ids": [5, token_id]})
     assert (status, error["message"][-26:]) == (400, "is no token id of the model"[-26:])
     assert running.ask("/inference/v1/generate", {"token_ids": [5, 19]})[0] == 200
@@ -385,15 +384,15 @@ def test_a_failure_of_one_request_is_its_own(running, monkeypatch):
 def test_a_failure_of_the_sampler_is_that_of_its_calls(capsys):
     pump = Pump(Writer)
     requests = [TurnRequest(number, [5], np.zeros(2, np.uint32), 4) for number in range(2)]
-    pump.ask(HOT, requests[0])
+    pump.submit(HOT, requests[0])
     serve.decode(pump)
     sampler = pump._samplers[HOT]
     sampler.step = lambda: 1 / 0
-    future = pump.ask(HOT, requests[1])
+    future = pump.submit(HOT, requests[1])
     serve.decode(pump)
     assert isinstance(future.exception(0), ZeroDivisionError)
     assert "error: ZeroDivisionError" in capsys.readouterr().err
-    again = pump.ask(HOT, requests[0])
+    again = pump.submit(HOT, requests[0])
     serve.decode(pump)
     assert again.result(0).tokens
 
@@ -409,7 +408,7 @@ def test_a_failure_of_the_sampler_is_that_of_its_calls(capsys):
     ],
 )
 def test_a_request_that_does_not_end_is_ended(running, sent, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     address = running.server._bound.getsockname()[:2]
     with socket.create_connection(address, timeout=5) as client:

@@ -12,7 +12,7 @@ import pytest
 
 from tpu_rl import tokenizers
 from tpu_rl.sampler import Turn
-from tpu_rl.serving import server
+from tpu_rl.serving import http, server
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.tinker import app, losses, sampling, service, store, wire
 from tpu_rl.tinker.learner import Adapter, LoraSpec, Moments, Outputs, Scores
@@ -122,7 +122,7 @@ class Running:
             self.programs, TOKENIZER, self.store, num_slots=4, most_runs=3
         )
         application = app.TinkerApp(self.service, TOKENIZER, ("tiny",), "tiny", KEY.__eq__)
-        self.server = server.Server(application, server.bind("127.0.0.1", 0))
+        self.server = server.Server(application.application(), server.bind("127.0.0.1", 0))
         self.server.start()
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.work, daemon=True)
@@ -170,7 +170,7 @@ class Running:
 
     def backward(self, model, number, loss="cross_entropy", forward=False, **inputs):
         body = request(model, number, loss, forward, **inputs)
-        return self.call("forward_backward", body, kind=wire.CONTENT_TYPE)
+        return self.call("forward_backward", body, kind=http.PROTOBUF)
 
     def step(self, model, number, **adam):
         body = {"model_id": model, "seq_id": number, "adam_params": adam}
@@ -403,7 +403,7 @@ def test_keys_garbage_and_unknown_routes(running):
     assert running.call("healthz", key="")[0] == 200
     assert running.call("get_server_capabilities")[1]["supported_models"][0]["trainable"]
     assert running.call("create_session", b"{")[0] == 400
-    assert running.call("forward_backward", b"\xff\xff", kind=wire.CONTENT_TYPE)[0] == 400
+    assert running.call("forward_backward", b"\xff\xff", kind=http.PROTOBUF)[0] == 400
     assert running.call("forward_backward", b"{}")[0] == 415
     status, error = running.call("billing/usage/events")
     assert status == 400

@@ -18,6 +18,8 @@ class Chart(NamedTuple):
     log: bool = False
     resolution: float = RESOLUTION
     """The least height of its vertical axis: smaller differences are drawn as flat."""
+    has_band: bool = False
+    """Draw the limits of the metrics, if the run has them."""
 
 
 LOSSES = ("sft/loss", "distill/loss", "q/loss", "optim/loss")

@@ -303,9 +303,9 @@ def _area(x: np.ndarray, low: np.ndarray, high: np.ndarray, classes: str) -> str
 
 def _band(line: Series, x: np.ndarray, y_axis: Axis, color: str) -> str:
     """Return the area between the limits of a line over x [n]; empty if it has none."""
-    if line.low is None or line.high is None:
+    if line.band is None:
         return ""
-    low, high = y_axis.place(line.low), y_axis.place(line.high)
+    low, high = map(y_axis.place, line.band)
     if len(x) == 1:
         return _path(np.repeat(x, 2), np.array([low[0], high[0]]), f"raw {color}")
     return _area(x, low, high, f"band {color}")
@@ -345,7 +345,8 @@ def _line_hovers(
         for line in lines:
             inside = (line.x >= first) & (line.x <= last)
             if inside.any():
-                numbers.append(_number_at(_mean(line, inside), 0, percent))
+                mean = line.map(lambda values, of=inside: values[of].mean(keepdims=True))
+                numbers.append(_number_at(mean, 0, percent))
         name = f"step {first:,.0f}" if first == last else f"steps {first:,.0f} to {last:,.0f}, mean"
         place = float(x_axis.place(np.array([(first + last) / 2]))[0])
         link = ""
@@ -355,23 +356,13 @@ def _line_hovers(
     return hovers
 
 
-def _mean(line: Series, mask: np.ndarray) -> Series:
-    """Return one point: the mean of those that the mask selects."""
-
-    def mean(values: np.ndarray) -> np.ndarray:
-        return values[mask].mean(keepdims=True)
-
-    low = None if line.low is None else mean(line.low)
-    high = None if line.high is None else mean(line.high)
-    return Series(line.label, mean(line.x), mean(line.y), low, high)
-
-
 def _number_at(line: Series, index: int, percent: bool = False) -> str:
     """Return a point of a line as text, with its label and limits."""
     text = f"{line.label} {_number(line.y[index], percent)}".lstrip()
-    if line.low is None or line.high is None:
+    if line.band is None:
         return text
-    return f"{text} ({_number(line.low[index], percent)} to {_number(line.high[index], percent)})"
+    low, high = (_number(limits[index], percent) for limits in line.band)
+    return f"{text} ({low} to {high})"
 
 
 def _number(value: float, percent: bool = False) -> str:

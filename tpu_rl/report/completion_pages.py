@@ -28,7 +28,7 @@ LATEST_STEPS = 4
 """So many of them are the latest ones of the run."""
 COMPLETIONS = 8
 """Completions of a step with a page, at most."""
-FOUND = 5
+MOST_EXTREMES = 5
 """Completions that the report lists at each end of an order, such as the longest."""
 MAX_TOKENS = 9000
 """Tokens with numbers on all pages together, at most."""
@@ -245,7 +245,7 @@ def step_links(steps: Sequence[int]) -> str:
     return f"<p class='lead links'>Steps with completions to look at: {links}</p>" if links else ""
 
 
-def found(steps: Sequence[Samples]) -> str:
+def extremes(steps: Sequence[Samples]) -> str:
     """Return links to the completions at both ends of an order by reward and by length."""
     pages = [
         (samples[0]["step"], place, sample)
@@ -265,7 +265,7 @@ def found(steps: Sequence[Samples]) -> str:
         links = " ".join(
             f'<a href="#step-{step}-{place}">step {step}: '
             f"{html_page.number(sample.get('reward'))}, {_length(sample)}</a>"
-            for step, place, sample in order[:FOUND]
+            for step, place, sample in order[:MOST_EXTREMES]
         )
         if links:
             lines.append(f"<tr><td>{name}</td><td class='links'>{links}</td></tr>")

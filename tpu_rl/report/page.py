@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import os
 import re
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def write_failure(run_dir: str | os.PathLike[str], error: Exception) -> None:
         f" {html.escape(redact(f'{type(error).__name__}: {error}'))}</p>"
         f"<p><code>{typed_command('report')} RUN_DIR</code> builds it again.</p>"
     )
-    _write(Path(run_dir), _page("no report", body))
+    _write(Path(run_dir), document("no report", [body]))
 
 
 def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = None) -> str:
@@ -121,23 +122,24 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         _headline(run, refresh_seconds),
         _learning(run),
         _guided(run),
-        _completions(run, completion_pages.found(steps)),
+        _completions(run, completion_pages.extremes(steps)),
         html_page.section("Optimization", optimization),
         _performance(run),
         _faults(run),
         _configuration(run),
         completion_pages.section(steps, Pictures(Path(run_dir) / run_files.PICTURES)),
     )
-    return _page(run.name, "\n".join(filter(None, sections)), refresh_seconds)
+    return document(run.name, sections, refresh_seconds)
 
 
-def _page(title: str, body: str, refresh_seconds: int | None = None) -> str:
+def document(title: str, sections: Sequence[str], refresh_seconds: int | None = None) -> str:
+    """Return a whole page of sections, which are HTML; empty ones are left out."""
     refresh = html_page.refresh(refresh_seconds) if refresh_seconds else ""
     return html_page.PAGE.format(
         policy=html_page.policy(refresh_seconds),
         title=html.escape(title),
         style=html_page.STYLE + completion_pages.style(),
-        body=body,
+        body="\n".join(filter(None, sections)),
         refresh=refresh,
     )
 
@@ -203,7 +205,7 @@ def _headline(run: Run, refresh_seconds: int | None) -> str:
         )
     elif series is not None:
         chart = charts.line_chart([series], tall=True, pages=run.page_steps)
-        caption = "Held-out loss; band: 95 % interval." if series.low is not None else "Loss."
+        caption = "Loss." if series.band is None else "Held-out loss; band: 95 % interval."
         curve = html_page.figure_html("", caption, chart, wide=True)
     result = _evaluation_result(run, kind) or _loss_result(run)
     heading = f"<h1>{html.escape(run.name)}</h1>"
@@ -236,10 +238,9 @@ def _loss_result(run: Run) -> str:
     held_out = run.with_limits(HELD_OUT_LOSS)
     if held_out is not None and len(held_out.y) > 1:
         limits = ""
-        if held_out.low is not None and held_out.high is not None:
-            first, last = (
-                f"{held_out.low[index]:.3f}–{held_out.high[index]:.3f}" for index in (0, -1)
-            )
+        if held_out.band is not None:
+            low, high = held_out.band
+            first, last = (f"{low[index]:.3f}–{high[index]:.3f}" for index in (0, -1))
             limits = f"<br>95 % intervals {first} and {last}"
         return html_page.result(
             f"{held_out.y[0]:.3f}",
@@ -314,13 +315,18 @@ def _greedy(run: Run, kind: str) -> str:
 
 def _chart_html(run: Run, chart: Chart) -> str:
     """Return the chart as HTML; empty if the run has none of its metrics."""
-    lines = [
-        series
-        for metric, label in chart.metrics.items()
-        if (series := run.series(metric, label)) is not None
-    ]
+    read = run.with_limits if chart.has_band else run.series
+    lines = [read(metric, label) for metric, label in chart.metrics.items()]
+    return lines_html(chart, lines, run.page_steps)
+
+
+def lines_html(chart: Chart, series: Iterable[Series | None], pages: Sequence[int] = ()) -> str:
+    """Return the chart of some lines as HTML; empty if there are none. For `pages` see `charts`."""
+    lines = [line for line in series if line is not None]
     if chart.log:
-        lines = [_positive(series) for series in lines if (series.y > 0).any()]
+        # A logarithmic axis can show the points above zero only.
+        lines = [line.map(lambda part, of=line.y > 0: part[of]) for line in lines]
+        lines = [line for line in lines if len(line.y)]
     if not lines:
         return ""
     drawing = charts.line_chart(
@@ -328,15 +334,9 @@ def _chart_html(run: Run, chart: Chart) -> str:
         percent=chart.percent,
         log=chart.log,
         resolution=chart.resolution,
-        pages=run.page_steps,
+        pages=pages,
     )
     return html_page.figure_html(chart.title, chart.note, drawing)
-
-
-def _positive(series: Series) -> Series:
-    """Return the points above zero, the only ones that a logarithmic axis can show."""
-    mask = series.y > 0
-    return Series(series.label, series.x[mask], series.y[mask])
 
 
 def _other_charts(run: Run) -> tuple[Chart, ...]:
@@ -354,47 +354,44 @@ def _other_charts(run: Run) -> tuple[Chart, ...]:
 
 def _learning(run: Run) -> str:
     figures = [_earlier_measure(run, kind) for kind in run.evaluation_kinds()[:-1]]
-    figures += [_held_out_loss(run), _held_out_reward(run), _held_out_rewards(run)]
-    figures += _held_out_sets(run)
-    figures += [_reward_chart(run)]
-    figures += [_reward_parts_chart(run), _reward_histogram(run)]
+    # The headline is the loss if nothing was evaluated.
+    figures += [_chart_html(run, HELD_OUT_LOSS_CHART)] if run.evaluation_kinds() else []
+    figures += [_held_out_reward(run), _held_out_rewards(run), *_held_out_sets(run)]
+    figures += [_reward_chart(run), _reward_parts_chart(run), _reward_histogram(run)]
     figures += [_chart_html(run, chart) for chart in BEHAVIOR]
     return html_page.section("Learning", figures)
 
 
+HELD_OUT_LOSS_CHART = Chart(
+    "Held-out loss",
+    "Nats per token. Band: 95 % interval.",
+    {HELD_OUT_LOSS: ""},
+    has_band=True,
+)
+HELD_OUT_REWARD_CHART = Chart(
+    "Reward on held-out problems",
+    "Mean over problems. Band: 95 % interval.",
+    {"eval/reward": ""},
+    has_band=True,
+)
+
+
 def _earlier_measure(run: Run, kind: str) -> str:
     """Return the evaluations of earlier stages, which measure something else than the last."""
-    series = run.evaluated(kind).with_limits(metric_of(kind))
-    if series is None:
-        return ""
-    drawing = charts.line_chart([series], percent=MEASURES[kind].is_share, pages=run.page_steps)
-    return html_page.figure_html(MEASURES[kind].title, "Band: 95 % interval.", drawing)
+    title, percent = MEASURES[kind].title, MEASURES[kind].is_share
+    metrics = {metric_of(kind): ""}
+    chart = Chart(title, "Band: 95 % interval.", metrics, percent, has_band=True)
+    return _chart_html(run.evaluated(kind), chart)
 
 
 def _held_out_reward(run: Run) -> str:
     """Return the mean reward of held-out problems; empty if it is the accuracy itself, or has a
     chart as the evaluations of graded answers."""
-    reward = run.with_limits("eval/reward")
-    accuracy = run.series("eval/accuracy")
-    if (
-        reward is None
-        or GRADES in run.evaluation_kinds()
-        or (accuracy is not None and np.array_equal(reward.y, accuracy.y))
-    ):
+    reward, accuracy = run.series("eval/reward"), run.series("eval/accuracy")
+    is_accuracy = reward and accuracy and np.array_equal(reward.y, accuracy.y)
+    if is_accuracy or GRADES in run.evaluation_kinds():
         return ""
-    note = "Mean over problems. Band: 95 % interval."
-    drawing = charts.line_chart([reward], pages=run.page_steps)
-    return html_page.figure_html("Reward on held-out problems", note, drawing)
-
-
-def _held_out_loss(run: Run) -> str:
-    """Return the loss of held-out texts; empty if it is the headline, or was not measured."""
-    loss = run.with_limits(HELD_OUT_LOSS)
-    if loss is None or not run.evaluation_kinds():
-        return ""
-    note = "Nats per token. Band: 95 % interval."
-    drawing = charts.line_chart([loss], pages=run.page_steps)
-    return html_page.figure_html("Held-out loss", note, drawing)
+    return _chart_html(run, HELD_OUT_REWARD_CHART)
 
 
 def _held_out_rewards(run: Run) -> str:
@@ -416,15 +413,17 @@ def _held_out_sets(run: Run) -> list[str]:
     sets = (run.config.get("evaluation") or {}).get("sets") or ()
     for name in (text.partition("=")[0] for text in sets):
         for measure, note in SET_MEASURES.items():
-            series = run.with_limits(f"eval/{name}/{measure}")
-            if series is None:
-                continue
-            drawing = charts.line_chart(
-                [series], percent=measure == "accuracy", pages=run.page_steps
+            chart = Chart(
+                f"Held-out rows: {name}",
+                f"{note} Band: 95 % interval.",
+                {f"eval/{name}/{measure}": ""},
+                percent=measure == "accuracy",
+                has_band=True,
             )
-            title = f"Held-out rows: {name}"
-            figures.append(html_page.figure_html(title, f"{note} Band: 95 % interval.", drawing))
-            break
+            figure = _chart_html(run, chart)
+            if figure:
+                figures.append(figure)
+                break
     return figures
 
 
@@ -444,10 +443,9 @@ def _reward_chart(run: Run) -> str:
     ):
         completions = tokens.y / np.maximum(length.y, 1e-9)
         half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
-        reward = reward._replace(low=reward.y - half, high=reward.y + half)
+        reward = reward._replace(band=(reward.y - half, reward.y + half))
         note += " Band: 95 % interval of the mean, as if completions were independent."
-    drawing = charts.line_chart([reward], pages=run.page_steps)
-    return html_page.figure_html("Reward", note, drawing)
+    return lines_html(Chart("Reward", note, {}), [reward], run.page_steps)
 
 
 def _reward_parts_chart(run: Run) -> str:
@@ -487,7 +485,7 @@ def _guided(run: Run) -> str:
         points.sort(key=lambda line: line["kl"])
         kl = np.array([line["kl"] for line in points], float)
         accuracy, low, high = np.array([line["accuracy"][:3] for line in points], float).T
-        curves.append(Series(name, kl, accuracy, low, high))
+        curves.append(Series(name, kl, accuracy, (low, high)))
     if not curves:
         return ""
     note = (
@@ -524,15 +522,15 @@ def _time_chart(run: Run) -> str:
 # --- completions ---
 
 
-def _completions(run: Run, found: str) -> str:
-    """Return links to completions (`found`) and a table of early and late ones, as HTML.
+def _completions(run: Run, extremes: str) -> str:
+    """Return links to completions (`extremes`) and a table of early and late ones, as HTML.
 
     It has the same prompts on both sides where prompts recur, and otherwise prompts of the first
     and of the last steps.
     """
     links = completion_pages.step_links(run.page_steps)
     if not run.early:
-        return f"<section><h2>Completions</h2>{links}{found}</section>" if links else ""
+        return f"<section><h2>Completions</h2>{links}{extremes}</section>" if links else ""
     early = {sample["prompt"]: sample for sample in reversed(run.early)}
     late = {sample["prompt"]: sample for sample in run.late}
     shared = _evenly([prompt for prompt in early if prompt in late])
@@ -548,7 +546,7 @@ def _completions(run: Run, found: str) -> str:
     rows = "".join(f"<tr>{_cell(first, middle)}{_cell(last, middle)}</tr>" for first, last in pairs)
     table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
     note = f"<p class='lead'>{note}</p>"
-    return f"<section><h2>Completions</h2>{links}{found}{note}{table}</section>"
+    return f"<section><h2>Completions</h2>{links}{extremes}{note}{table}</section>"
 
 
 def _evenly(values: list[Any]) -> list[Any]:

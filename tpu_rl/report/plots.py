@@ -93,8 +93,8 @@ def line_chart(
         for line, color in zip(thinned, itertools.cycle(COLORS), strict=False):
             x = line.x
             y = line.y
-            if line.low is not None and line.high is not None:
-                axes.fill_between(x, line.low, line.high, color=color, alpha=0.16, linewidth=0)
+            if line.band is not None:
+                axes.fill_between(x, *line.band, color=color, alpha=0.16, linewidth=0)
             smooth = running_mean(y)
             if smooth is not y:
                 axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
@@ -114,11 +114,11 @@ def learning_curve(series: Series, *, title: str = "", percent: bool = True) -> 
     with _style():
         figure, axes = _new_figure(WIDE, labels=True)
         color = COLORS[0]
-        x, y, low, high = series.x, series.y, series.low, series.high
-        if low is not None and high is not None:
-            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
+        x, y = series.x, series.y
+        if series.band is not None:
+            axes.fill_between(x, *series.band, color=color, alpha=0.16, linewidth=0)
             if len(x) == 1:
-                axes.plot(np.repeat(x, 2), [low[0], high[0]], color=color, alpha=0.4)
+                axes.plot(np.repeat(x, 2), np.ravel(series.band), color=color, alpha=0.4)
         axes.axhline(y[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 4)))
         axes.plot(x, y, color=color, linewidth=2.2, **_POINTS)
         from_zero = float(series.values().min()) >= 0

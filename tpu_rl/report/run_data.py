@@ -66,16 +66,16 @@ class Run(NamedTuple):
         steps, values = np.array(points, float).T
         return Series(label, steps, values)
 
-    def with_limits(self, metric: str) -> Series | None:
+    def with_limits(self, metric: str, label: str = "") -> Series | None:
         """Return a metric over the steps that have it, with metric_low and metric_high if all of
         these steps have them."""
-        series = self.series(metric)
+        series = self.series(metric, label)
         low, high = self.series(f"{metric}_low"), self.series(f"{metric}_high")
         if series is None or low is None or high is None:
             return series
         if not len(series.x) == len(low.x) == len(high.x):
             return series
-        return series._replace(low=low.y, high=high.y)
+        return series._replace(band=(low.y, high.y))
 
     def evaluation_kinds(self) -> list[str]:
         """List the kinds of the evaluations: some of PROBLEMS, PAIRS, STEPS and GRADES.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,23 +11,26 @@ MAX_POINTS = 500
 
 
 class Series(NamedTuple):
-    """A line: finite `y` [n] over `x` [n], with an optional band from `low` to `high`."""
+    """A line: finite `y` [n] over `x` [n], with an optional band around it."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
+    band: tuple[np.ndarray, np.ndarray] | None = None
+    """The lower and the upper limits, each [n]."""
 
     def values(self) -> np.ndarray:
         """Return all numbers that a vertical axis has to show."""
-        return np.concatenate([part for part in (self.y, self.low, self.high) if part is not None])
+        return np.concatenate([self.y, *(self.band or ())])
+
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Series:
+        """Apply a function [n] -> [m] to the coordinates and the limits."""
+        band = self.band and (function(self.band[0]), function(self.band[1]))
+        return Series(self.label, function(self.x), function(self.y), band)
 
     def thinned(self) -> Series:
-        """Return means over runs of neighbors, at most `MAX_POINTS` of them."""
-        low = None if self.low is None else thin_out(self.low)
-        high = None if self.high is None else thin_out(self.high)
-        return Series(self.label, thin_out(self.x), thin_out(self.y), low, high)
+        """Take means over runs of neighbors, at most `MAX_POINTS` of them."""
+        return self.map(thin_out)
 
 
 def thin_out(values: np.ndarray, max_points: int = MAX_POINTS) -> np.ndarray:

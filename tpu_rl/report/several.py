@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_rl.errors import InputError
-from tpu_rl.report import charts, completion_pages, html_page
+from tpu_rl.report import html_page
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
+from tpu_rl.report.page import document, lines_html
 from tpu_rl.report.run_data import Run, read_run
-from tpu_rl.report.series import Series
 
 MOST = 4
 """Runs of a page."""
@@ -55,13 +55,7 @@ def build_comparison(
         html_page.section("Optimization", _overlaid(runs, names, OPTIMIZATION)),
         html_page.section("Performance", _overlaid(runs, names, (THROUGHPUT,))),
     )
-    return html_page.PAGE.format(
-        policy=html_page.policy(refresh_seconds),
-        title=html.escape(" · ".join(names)),
-        style=html_page.STYLE + completion_pages.style(),
-        body="\n".join(filter(None, sections)),
-        refresh=html_page.refresh(refresh_seconds) if refresh_seconds else "",
-    )
+    return document(" · ".join(names), sections, refresh_seconds)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -82,8 +76,8 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
     ]
     rows = []
     for run, name in zip(runs, names, strict=True):
-        found = [run.series(metric) for metric in metrics]
-        last = ["" if series is None else f"{series.y[-1]:.4g}" for series in found]
+        lines = [run.series(metric) for metric in metrics]
+        last = ["" if line is None else f"{line.y[-1]:.4g}" for line in lines]
         steps = f"{run.rows[-1]['step']}" + ("" if run.summary else ", not finished")
         cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (name, steps, *last))
         rows.append(f"<tr>{cells}</tr>")
@@ -95,23 +89,12 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 def _overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
     """Return a chart for each metric that a run has, with a line for each run."""
-    drawn = []
+    figures = []
     for chart in chart_list:
         for metric, label in chart.metrics.items():
-            lines = [_line(run, metric, name) for run, name in zip(runs, names, strict=True)]
-            found = [line for line in lines if line is not None]
+            lines = [run.with_limits(metric, name) for run, name in zip(runs, names, strict=True)]
             if chart.log:
-                found = [line for line in found if (line.y > 0).all()]
-            if not found:
-                continue
-            drawing = charts.line_chart(
-                found, percent=chart.percent, log=chart.log, resolution=chart.resolution
-            )
+                lines = [line for line in lines if line is not None and (line.y > 0).all()]
             title = f"{chart.title}: {label}" if label else chart.title
-            drawn.append(html_page.figure_html(title, chart.note, drawing))
-    return drawn
-
-
-def _line(run: Run, metric: str, name: str) -> Series | None:
-    series = run.with_limits(metric)
-    return None if series is None else series._replace(label=name)
+            figures.append(lines_html(chart._replace(title=title), lines))
+    return figures

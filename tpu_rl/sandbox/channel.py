@@ -22,7 +22,7 @@ import builtins
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 MAX_BYTES = 32 << 20
 """Bytes of one message. A longer one is no answer."""
@@ -35,35 +35,100 @@ SCALARS: tuple[tuple[type, bytes, Callable[[Any], str]], ...] = (
     (float, b"f", float.__repr__),
     (complex, b"c", complex.__repr__),
 )
-CONTAINERS: dict[type, tuple[bytes, Callable[[Any], Iterable[Any]]]] = {
-    list: (b"l", list.__iter__),
-    tuple: (b"t", tuple.__iter__),
-    set: (b"s", set.__iter__),
-    frozenset: (b"z", frozenset.__iter__),
-    dict: (b"d", lambda value: (part for item in dict.items(value) for part in item)),
-    type({}.keys()): (b"K", iter),
-    type({}.values()): (b"V", iter),
-    type({}.items()): (b"I", lambda value: (part for item in value for part in item)),
+
+
+class Codec(NamedTuple):
+    """How values of a class are written as items, and made of them again."""
+
+    tag: bytes
+    items: Callable[[Any], Iterable[Any]]
+    make: Callable[[Any, list[Any]], Any] = lambda kind, items: kind(items)
+    """(the class, items) -> value."""
+
+
+def module_named(name: str) -> Any:
+    __import__(name)
+    return sys.modules[name]
+
+
+def pairs_of(items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _keys_and_values(value: Any) -> Iterable[Any]:
+    return (part for item in dict.items(value) for part in item)
+
+
+def _bounds(value: Any) -> Iterable[Any]:
+    return value.start, value.stop, value.step
+
+
+def _iso_text(value: Any) -> Iterable[Any]:
+    return (value.isoformat(),)
+
+
+def _make_of_pairs(kind: Any, items: list[Any]) -> Any:
+    return kind(pairs_of(items))
+
+
+def _make_of_arguments(kind: Any, items: list[Any]) -> Any:
+    return kind(*items)
+
+
+def _make_of_iso_text(kind: Any, items: list[Any]) -> Any:
+    return kind.fromisoformat(*items)
+
+
+KEYS = Codec(b"K", iter, lambda _, items: dict.fromkeys(items).keys())
+VALUES = Codec(b"V", iter, lambda _, items: dict(enumerate(items)).values())
+PAIRS = Codec(
+    b"I",
+    lambda value: (part for item in value for part in item),
+    lambda _, items: pairs_of(items).items(),
+)
+MAPPING = Codec(b"d", _keys_and_values, lambda _, items: pairs_of(items))
+CONTAINERS: dict[type, Codec] = {
+    list: Codec(b"l", list.__iter__),
+    tuple: Codec(b"t", tuple.__iter__),
+    set: Codec(b"s", set.__iter__),
+    frozenset: Codec(b"z", frozenset.__iter__),
+    dict: MAPPING,
+    type({}.keys()): KEYS,
+    type({}.values()): VALUES,
+    type({}.items()): PAIRS,
 }
-NAMED: dict[tuple[str, str], tuple[bytes, Callable[[Any], Iterable[Any]]]] = {
-    ("collections", "deque"): (b"q", iter),
-    ("collections", "Counter"): (b"C", CONTAINERS[dict][1]),
-    ("collections", "OrderedDict"): (b"O", CONTAINERS[dict][1]),
-    ("collections", "defaultdict"): (b"d", CONTAINERS[dict][1]),
-    ("builtins", "odict_keys"): (b"K", iter),
-    ("builtins", "odict_values"): (b"V", iter),
-    ("builtins", "odict_items"): (b"I", CONTAINERS[type({}.items())][1]),
-    ("fractions", "Fraction"): (b"F", lambda value: (value.numerator, value.denominator)),
-    ("decimal", "Decimal"): (b"D", lambda value: (str(value),)),
-    ("datetime", "date"): (b"a", lambda value: (value.isoformat(),)),
-    ("datetime", "time"): (b"h", lambda value: (value.isoformat(),)),
-    ("datetime", "datetime"): (b"w", lambda value: (value.isoformat(),)),
-    ("datetime", "timedelta"): (
-        b"p",
-        lambda value: (value.days, value.seconds, value.microseconds),
+NAMED: dict[tuple[str, str], Codec] = {
+    ("builtins", "range"): Codec(b"r", _bounds, _make_of_arguments),
+    ("builtins", "slice"): Codec(b"S", _bounds, _make_of_arguments),
+    ("builtins", "odict_keys"): KEYS,
+    ("builtins", "odict_values"): VALUES,
+    ("builtins", "odict_items"): PAIRS,
+    ("collections", "defaultdict"): MAPPING,
+    ("collections", "deque"): Codec(b"q", iter),
+    ("collections", "Counter"): Codec(b"C", _keys_and_values, _make_of_pairs),
+    ("collections", "OrderedDict"): Codec(b"O", _keys_and_values, _make_of_pairs),
+    ("fractions", "Fraction"): Codec(
+        b"F",
+        lambda value: (value.numerator, value.denominator),
+        lambda kind, items: kind(*map(int, items)),
     ),
+    ("decimal", "Decimal"): Codec(b"D", lambda value: (str(value),), _make_of_arguments),
+    ("datetime", "timedelta"): Codec(
+        b"p", lambda value: (value.days, value.seconds, value.microseconds), _make_of_arguments
+    ),
+    ("datetime", "date"): Codec(b"a", _iso_text, _make_of_iso_text),
+    ("datetime", "time"): Codec(b"h", _iso_text, _make_of_iso_text),
+    ("datetime", "datetime"): Codec(b"w", _iso_text, _make_of_iso_text),
 }
-"""Containers and numbers of modules, which are imported only where they are used."""
+"""Classes by module and name: the modules are imported only where they are used."""
+CLASSES: dict[bytes, tuple[tuple[str, str], Codec]] = {
+    codec.tag: (name, codec)
+    for name, codec in (
+        *NAMED.items(),
+        *(((kind.__module__, kind.__name__), codec) for kind, codec in CONTAINERS.items()),
+    )
+}
+"""Tag -> (module, class) and codec. The class itself, of a dict's views, is not needed."""
 END = b"."
 VISIBLE = {"__name__", "__qualname__", "__doc__", "__wrapped__", "__dict__"}
 """Attributes between double underscores that an object of the other end answers."""
@@ -129,17 +194,13 @@ class Writer:
             # An enumeration's number is a number.
             if isinstance(value, base):
                 return self._put(tag, text(value).encode())
-        tag_and_items = CONTAINERS.get(kind) or NAMED.get((kind.__module__, kind.__name__))
-        if tag_and_items:
+        codec = CONTAINERS.get(kind) or NAMED.get((kind.__module__, kind.__name__))
+        if codec:
             if id(value) in self._open:
                 raise NotPlain("a value that contains itself")
             self._open.add(id(value))
-            tag, items = tag_and_items
-            self._put_items(tag, items(value))
+            self._put_items(codec.tag, codec.items(value))
             return self._open.remove(id(value))
-        if kind is range or kind is slice:
-            tag = b"r" if kind is range else b"S"
-            return self._put_items(tag, (value.start, value.stop, value.step))
         if value is Ellipsis:
             return self._put(b"E")
         if isinstance(value, BaseException):
@@ -174,13 +235,16 @@ class Reader:
         tag, content = self._take()
         if tag in SIMPLE:
             return SIMPLE[tag](content)
-        if tag in MAKERS:
-            items: list[Any] = []
-            while self._data[self._position : self._position + 1] != END:
-                items.append(self.value())
-            self._take()
-            return MAKERS[tag](items)
-        return self._resolve(tag, content.decode())
+        if tag not in CLASSES and tag != b"e":
+            return self._resolve(tag, content.decode())
+        items: list[Any] = []
+        while self._data[self._position : self._position + 1] != END:
+            items.append(self.value())
+        self._take()
+        if tag == b"e":
+            return _exception(items)
+        (module, name), codec = CLASSES[tag]
+        return codec.make(vars(module_named(module)).get(name), items)
 
     def _take(self) -> tuple[bytes, bytes]:
         start = self._position + 5
@@ -189,15 +253,6 @@ class Reader:
         tag = self._data[self._position : self._position + 1]
         self._position = start + int.from_bytes(self._data[start - 4 : start], "big")
         return tag, self._data[start : self._position]
-
-
-def module_named(name: str) -> Any:
-    __import__(name)
-    return sys.modules[name]
-
-
-def pairs_of(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def _arguments_of(error: BaseException) -> tuple[Any, ...]:
@@ -245,28 +300,6 @@ SIMPLE: dict[bytes, Callable[[bytes], Any]] = {
     b"i": lambda content: int(content, 16),
     b"f": float,
     b"c": lambda content: complex(content.decode()),
-}
-MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {
-    b"l": list,
-    b"t": tuple,
-    b"s": set,
-    b"z": frozenset,
-    b"d": pairs_of,
-    b"r": lambda items: range(*items),
-    b"S": lambda items: slice(*items),
-    b"K": lambda items: dict.fromkeys(items).keys(),
-    b"V": lambda items: dict(enumerate(items)).values(),
-    b"I": lambda items: pairs_of(items).items(),
-    b"q": lambda items: module_named("collections").deque(items),
-    b"C": lambda items: module_named("collections").Counter(pairs_of(items)),
-    b"O": lambda items: module_named("collections").OrderedDict(pairs_of(items)),
-    b"F": lambda items: module_named("fractions").Fraction(*map(int, items)),
-    b"D": lambda items: module_named("decimal").Decimal(*items),
-    b"a": lambda items: module_named("datetime").date.fromisoformat(*items),
-    b"h": lambda items: module_named("datetime").time.fromisoformat(*items),
-    b"w": lambda items: module_named("datetime").datetime.fromisoformat(*items),
-    b"p": lambda items: module_named("datetime").timedelta(*items),
-    b"e": _exception,
 }
 
 
@@ -454,10 +487,34 @@ ENDS: list[Any] = []
 """The end of this process."""
 
 
+def _request(operation: str, *first: Any) -> Callable[..., Any]:
+    """Return a method that asks the other end for an operation of the object."""
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return ENDS[0].ask(operation, *first, self, *arguments)
+
+    return method
+
+
 class Proxy:
     """An object of the other end. Each operation asks for it there."""
 
     __slots__ = ()
+
+    __setattr__ = _request("set")
+    __delattr__ = _request("delete")
+    __getitem__ = _request("item")
+    __setitem__ = _request("set item")
+    __delitem__ = _request("delete item")
+    __len__ = _request("length")
+    __contains__ = _request("contains")
+    __bool__ = _request("truth")
+    __str__ = _request("text")
+    __repr__ = _request("repr")
+    __lt__ = _request("compare", "lt")
+    __le__ = _request("compare", "le")
+    __gt__ = _request("compare", "gt")
+    __ge__ = _request("compare", "ge")
 
     def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
         return ENDS[0].ask("call", self, *arguments, keywords=keywords)
@@ -466,24 +523,6 @@ class Proxy:
         if name.startswith("__") and name not in VISIBLE:
             raise AttributeError(name)
         return ENDS[0].ask("get", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        ENDS[0].ask("set", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        ENDS[0].ask("delete", self, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return ENDS[0].ask("item", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        ENDS[0].ask("set item", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        ENDS[0].ask("delete item", self, key)
-
-    def __len__(self) -> int:
-        return ENDS[0].ask("length", self)
 
     def __iter__(self) -> Iterator[Any]:
         items = ENDS[0].ask("iterate", self)
@@ -495,18 +534,6 @@ class Proxy:
             raise StopIteration
         return items[0]
 
-    def __contains__(self, item: Any) -> bool:
-        return ENDS[0].ask("contains", self, item)
-
-    def __bool__(self) -> bool:
-        return ENDS[0].ask("truth", self)
-
-    def __str__(self) -> str:
-        return ENDS[0].ask("text", self)
-
-    def __repr__(self) -> str:
-        return ENDS[0].ask("repr", self)
-
     def __hash__(self) -> int:
         return id(self)
 
@@ -516,17 +543,10 @@ class Proxy:
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __lt__(self, other: Any) -> bool:
-        return ENDS[0].ask("compare", "lt", self, other)
 
-    def __le__(self, other: Any) -> bool:
-        return ENDS[0].ask("compare", "le", self, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return ENDS[0].ask("compare", "gt", self, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return ENDS[0].ask("compare", "ge", self, other)
+def defines(value: Any, method: str) -> bool:
+    """Return True if the class of a value, or a base of it, defines a method."""
+    return any(method in vars(base) for base in type(value).__mro__)
 
 
 def _call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
@@ -539,7 +559,7 @@ def _compare(name: str, left: Any, right: Any) -> bool:
 
 def _iterate(value: Any) -> Any:
     """Return the items of an object that has a length, and an iterator of any other."""
-    return list(value) if hasattr(type(value), "__len__") else iter(value)
+    return list(value) if defines(value, "__len__") else iter(value)
 
 
 def _next_items(iterator: Any, count: int) -> tuple[list[Any], bool]:
@@ -560,7 +580,28 @@ def _next_items(iterator: Any, count: int) -> tuple[list[Any], bool]:
     return items, False
 
 
-COMPARISONS = {name: getattr(_operator, name) for name in ("eq", "lt", "le", "gt", "ge")}
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": _operator.eq,
+    "lt": _operator.lt,
+    "le": _operator.le,
+    "gt": _operator.gt,
+    "ge": _operator.ge,
+}
+BINARY: dict[str, Callable[..., Any]] = {
+    "add": _operator.add,
+    "sub": _operator.sub,
+    "mul": _operator.mul,
+    "truediv": _operator.truediv,
+    "floordiv": _operator.floordiv,
+    "mod": _operator.mod,
+    "matmul": _operator.matmul,
+    "and": _operator.and_,
+    "or": _operator.or_,
+    "xor": _operator.xor,
+    "pow": _operator.pow,
+}
+"""Operators of two operands, by the names of their methods."""
+OPERATORS = BINARY | {"neg": _operator.neg}
 _late: dict[int, BaseException] = {}
 """Exceptions of iterators whose items before them are sent first."""
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -584,10 +625,11 @@ def name_of(value: Any) -> str:
     owner = getattr(value, "__objclass__", value)
     module = sys.modules.get(str(getattr(owner, "__module__", "")))
     path = str(getattr(value, "__qualname__", ""))
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    own = ("", "__main__", TEST)
-    if found is not value or not callable(value) or module is None or module.__name__ in own:
+    if not callable(value) or module is None or module.__name__ in ("", "__main__", TEST):
+        return ""
+    try:
+        if _operator.attrgetter(path)(module) is not value:
+            return ""
+    except AttributeError:
         return ""
     return f"{module.__name__}:{path}"

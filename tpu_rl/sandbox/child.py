@@ -185,10 +185,12 @@ def run(program: str) -> None:
 
 def converse(modules, role: str, arguments) -> None:
     """Call a function of the channel's modules, by their names and code; report what it returns."""
+    scope = {}
     for name, code in modules:
-        module = sys.modules[name] = type(sys)(name)
-        exec(code, vars(module))
-    verdict = getattr(module, role)(*arguments)
+        sys.modules[name] = type(sys)(name)
+        scope = vars(sys.modules[name])
+        exec(code, scope)
+    verdict = scope[role](*arguments)
     if verdict is not None:
         os.write(PROTOCOL, verdict.encode("unicode_escape") + b"\n")
         # Threads of a test have nothing to say any more.

@@ -3,23 +3,26 @@
 `child.py` loads this file's code in its confined process, after that of `channel.py`.
 """
 
-import _operator
 import builtins
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from tpu_rl.sandbox.channel import (
+    BINARY,
+    COMPARISONS,
     CONTAINERS,
     ENDS,
     MAX_RECURSION,
     OPERATIONS,
+    OPERATORS,
     TEST,
     Closed,
     End,
     NotPlain,
     Proxy,
     TooLarge,
+    defines,
     module_named,
     name_of,
 )
@@ -31,10 +34,10 @@ MAX_BATCH = 4096
 
 
 class JudgeEnd(End):
-    """The end whose process runs the test. It shows of the test what that gives away.
+    """The end whose process runs the test.
 
-    That are functions, iterators, and instances of the test's own classes, with their public
-    attributes.
+    The program can use only those objects of the test that the test passes to it: functions,
+    iterators, and instances of the test's own classes with their public attributes.
     """
 
     def __init__(self, incoming: int, outgoing: int):
@@ -160,13 +163,12 @@ class JudgeEnd(End):
         if name := name_of(value):
             return b"x", name
         tag, number = super().refer(value)
-        if not hasattr(value, "__name__"):
-            return tag, number
-        return b"g", f"{number} {value.__name__} {value.__doc__ or ''}"
+        name = getattr(value, "__name__", None)
+        return (tag, number) if name is None else (b"g", f"{number} {name} {value.__doc__ or ''}")
 
     def check_own(self, value: Any) -> None:
         """Raise NotPlain for what the test must not give away."""
-        shared = callable(value) or hasattr(type(value), "__next__") or _is_of_test(value)
+        shared = callable(value) or defines(value, "__next__") or _is_of_test(value)
         if not shared and not isinstance(value, BaseException):
             raise NotPlain(f"an object of {type(value).__name__}")
 
@@ -179,8 +181,8 @@ class JudgeEnd(End):
             is_own = self._own_numbers.get(id(value)) is not None
             allowed = {
                 "call": callable(value),
-                "next": hasattr(type(value), "__next__"),
-                "iterate": hasattr(type(value), "__iter__"),
+                "next": defines(value, "__next__"),
+                "iterate": defines(value, "__iter__"),
                 "get": _is_of_test(value) or (_is_buffer(value) and "getbuffer" not in arguments),
             }.get(name, _is_of_test(value))
             if name == "get":
@@ -240,75 +242,11 @@ def judge(
     """
     end = JudgeEnd(incoming, outgoing)
     ENDS.append(end)
-    reached: set[int] = set()
     sys.setrecursionlimit(MAX_RECURSION)
-
-    def check(number: int, value: Any) -> None:
-        # Constants have the number -1.
-        reached.update({number} - {-1})
-        # Not an exception: the test could catch it.
-        if isinstance(value, Remote) and not _plain(value):
-            raise Closed("an assert is about an object of the program")
-        if not value:
-            raise Closed("an assert is false")
-
-    def effect(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        # A call for its effect, so the program's changes of the arguments count. In any other call
-        # the test keeps its own values.
-        if isinstance(function, Remote):
-            return end.ask("call", function, *arguments, keywords=keywords, back=True)
-        owner = end.attributes.get(id(getattr(function, "__self__", None)))
-        value = function(*arguments, **keywords)
-        if owner:
-            # As in `s.items.append(x)`: the container of the program changes like its copy.
-            end.ask("method", *owner[1:], function.__name__, *arguments, keywords=keywords)
-        return value
-
-    def caught() -> None:
-        end.handle(sys.exc_info()[1])
-
-    def raised(error: Any = None) -> None:
-        end.raise_again(error or sys.exc_info()[1])
-
-    def advance(iterator: Any, *default: Any) -> Any:
-        try:
-            return next(iterator, *default)
-        except StopIteration as error:
-            # Only an iterator of the test may end because another one does.
-            if sys._getframe(1).f_code.co_name != "__next__":
-                end.unhandled[id(error)] = error
-            raise
-
-    def has_attribute(value: Any, name: str) -> bool:
-        return end.ask("has", value, name) if isinstance(value, Remote) else hasattr(value, name)
-
-    def is_callable(value: Any) -> bool:
-        return end.ask("callable", value) if isinstance(value, Remote) else callable(value)
-
-    def type_of(value: Any) -> Any:
-        return end.ask("type", value) if isinstance(value, Remote) else type(value)
-
-    class Names(dict[str, Any]):
-        """Names that the test does not define: builtins first, then the program's."""
-
-        def __missing__(self, name: str) -> Any:
-            if name in program_names:
-                match end.ask("name", name):
-                    case (value,):
-                        if isinstance(value, Remote):
-                            end.named.add(id(value))
-                        return value
-            raise KeyError(name)
-
-    names = Names(vars(builtins))
-    names |= {"next": advance, "callable": is_callable, "<type>": type_of}
-    names |= {"<check>": check, "<effect>": effect, "<caught>": caught, "<raised>": raised}
-    names |= {"<hasattr>": has_attribute, "<context>": Context}
-    for name in program_names:
-        names.pop(name, None)
+    functions = TestFunctions(end)
     failure = ""
     try:
-        exec(code, {"__name__": TEST, "__builtins__": names})
+        exec(code, {"__name__": TEST, "__builtins__": Names(end, functions, program_names)})
     except SystemExit as error:
         failure = f"the test ended with {error.code!r:.100}" if error.code else ""
     except BaseException as error:
@@ -320,9 +258,109 @@ def judge(
     if end.unhandled:
         (error, *_) = end.unhandled.values()
         return f"failed: the program's {type(error).__name__} ended a part of the test"
-    if len(reached) < num_asserts:
+    if len(functions.reached) < num_asserts:
         return "failed: not all asserts were reached"
     return "passed"
+
+
+class TestFunctions:
+    """The functions that `unit_tests.prepare` makes a test call."""
+
+    def __init__(self, end: JudgeEnd):
+        self._end = end
+        self.reached: set[int] = set()
+        """Numbers of the asserts that were true so far."""
+
+    def check(self, number: int, value: Any) -> None:
+        """Judge the value of an assert. A constant has the number -1."""
+        self.reached.update({number} - {-1})
+        # Not an exception: the test could catch it.
+        if isinstance(value, Remote) and not _plain(value):
+            raise Closed("an assert is about an object of the program")
+        if not value:
+            raise Closed("an assert is false")
+
+    def effect(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function for its effect, so that the program's changes of the arguments count.
+
+        In any other call the test keeps its own values.
+        """
+        if isinstance(function, Remote):
+            return self._end.ask("call", function, *arguments, keywords=keywords, back=True)
+        owner = None
+        if isinstance(function, BOUND_METHODS):
+            owner = self._end.attributes.get(id(function.__self__))
+        value = function(*arguments, **keywords)
+        if owner:
+            # As in `s.items.append(x)`: the container of the program changes like its copy.
+            method = function.__name__
+            self._end.ask("method", *owner[1:], method, *arguments, keywords=keywords)
+        return value
+
+    def caught(self) -> None:
+        """Note that a handler of the test begins."""
+        self._end.handle(sys.exc_info()[1])
+
+    def raised(self, error: Any = None) -> None:
+        """Note that a handler of the test passes an exception on."""
+        self._end.raise_again(error or sys.exc_info()[1])
+
+    def next(self, iterator: Any, *default: Any) -> Any:
+        """Do what the builtin does. Only an iterator of the test may end because another ends."""
+        try:
+            return next(iterator, *default)
+        except StopIteration as error:
+            if sys._getframe(1).f_code.co_name != "__next__":
+                self._end.unhandled[id(error)] = error
+            raise
+
+    def has_attribute(self, value: Any, name: str) -> bool:
+        return self._end.ask("has", value, name) if _is_remote(value) else hasattr(value, name)
+
+    def is_callable(self, value: Any) -> bool:
+        return self._end.ask("callable", value) if _is_remote(value) else callable(value)
+
+    def type_of(self, value: Any) -> Any:
+        return self._end.ask("type", value) if _is_remote(value) else type(value)
+
+
+class Names(dict[str, Any]):
+    """Names that the test does not define: builtins first, then the program's."""
+
+    def __init__(self, end: JudgeEnd, functions: TestFunctions, program_names: set[str]):
+        super().__init__(vars(builtins))
+        self._end = end
+        self._program_names = program_names
+        self |= {
+            "next": functions.next,
+            "callable": functions.is_callable,
+            "<type>": functions.type_of,
+            "<hasattr>": functions.has_attribute,
+            "<check>": functions.check,
+            "<effect>": functions.effect,
+            "<caught>": functions.caught,
+            "<raised>": functions.raised,
+            "<context>": Context,
+        }
+        for name in program_names:
+            self.pop(name, None)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._program_names:
+            match self._end.ask("name", name):
+                case (value,):
+                    if isinstance(value, Remote):
+                        self._end.named.add(id(value))
+                    return value
+        raise KeyError(name)
+
+
+BOUND_METHODS = (type([].append), type([].__len__))
+"""Types of the methods of containers, whose `__self__` is the container."""
+
+
+def _is_remote(value: Any) -> bool:
+    return isinstance(value, Remote)
 
 
 def _is_raised(traceback: Any) -> bool:
@@ -384,6 +422,62 @@ class Context:
         return suppressed
 
 
+def _view(operation: str) -> Callable[[Any], Any]:
+    """Return a method whose answer stays the same until the program runs."""
+    return lambda self: ENDS[0].view(operation, self)
+
+
+def _copy(operation: str) -> Callable[[Any], Any]:
+    """Return a method that copies an object of the program."""
+
+    def copy(self: Any) -> Any:
+        result = ENDS[0].ask(operation, self)
+        if not isinstance(result, Remote):
+            raise Closed("a copy of the program's object is none")
+        return result
+
+    return copy
+
+
+def _order(name: str) -> Callable[[Any, Any], bool]:
+    """Return a comparison of two values of the program by its own order, which must be one.
+
+    An object of the program and a value of the test have none: the program would see the value.
+    """
+
+    def compare(self: Any, other: Any) -> bool:
+        left, right = _plain(self), _plain(other)
+        if left and right:
+            return COMPARISONS[name](left[0], right[0])
+        if left or right:
+            raise Closed("an object of the program is no plain value")
+        answer = ENDS[0].ask("compare", name, self, other) is True
+        if answer and name in ("lt", "gt") and ENDS[0].ask("compare", name, other, self) is True:
+            raise Closed("the program's objects have no order")
+        return answer
+
+    return compare
+
+
+def _operator_of(name: str, is_reflected: bool) -> Callable[..., Any]:
+    """Return an operator, which works on plain copies or on objects of the program alone."""
+
+    def operate(self: Any, *others: Any) -> Any:
+        operands = (*others, self) if is_reflected else (self, *others)
+        plain = [_plain(operand) for operand in operands]
+        if all(plain):
+            return OPERATORS[name](*(copy for (copy,) in plain))
+        if _plain(self):
+            raise TypeError(f"an object of the program has no {name}")
+        result = ENDS[0].ask("operator", name, *operands)
+        if any(map(_plain, others)) and _plain(result):
+            # The program saw the test's value, and could answer with what is expected.
+            raise Closed("an operator of the program's object gives a plain value")
+        return result
+
+    return operate
+
+
 class Remote(Proxy):
     """An object of the program, held by the test.
 
@@ -393,11 +487,22 @@ class Remote(Proxy):
 
     __slots__ = ()
 
+    __str__ = _view("text")
+    __repr__ = _view("repr")
+    __copy__ = _copy("copy")
+    __lt__ = _order("lt")
+    __le__ = _order("le")
+    __gt__ = _order("gt")
+    __ge__ = _order("ge")
+
     def __getattr__(self, name: str) -> Any:
         plain = _plain(self) if name in PLAIN_METHODS else ()
-        if plain and hasattr(plain[0], name):
+        if plain and defines(plain[0], name):
             return getattr(plain[0], name)
         return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copy("deep copy")(self)
 
     def __getitem__(self, key: Any) -> Any:
         plain = _plain(self)
@@ -459,23 +564,11 @@ class Remote(Proxy):
             return bool(plain[0])
         return not _has_length(self) or len(self) != 0
 
-    def __str__(self) -> str:
-        return ENDS[0].view("text", self)
-
-    def __repr__(self) -> str:
-        return ENDS[0].view("repr", self)
-
     def __instancecheck__(self, value: Any) -> bool:
         return ENDS[0].ask("is instance", value, self) is True
 
     def __subclasscheck__(self, value: Any) -> bool:
         return ENDS[0].ask("is subclass", value, self) is True
-
-    def __copy__(self) -> Any:
-        return _copy(self, "copy")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _copy(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an object of the program has no pickle")
@@ -496,21 +589,12 @@ class Remote(Proxy):
             return bool(name) and ENDS[0].ask("name of", self) == name
         return _have_same_state(self, other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
 
-    def __lt__(self, other: Any) -> bool:
-        return _is_ordered("lt", self, other)
-
-    def __le__(self, other: Any) -> bool:
-        return _is_ordered("le", self, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return _is_ordered("gt", self, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return _is_ordered("ge", self, other)
-
+for _name in BINARY:
+    setattr(Remote, f"__{_name}__", _operator_of(_name, is_reflected=False))
+    setattr(Remote, f"__r{_name}__", _operator_of(_name, is_reflected=True))
+Remote.__neg__ = _operator_of("neg", is_reflected=False)  # type: ignore[attr-defined]
+Remote.__doc__ = property(lambda self: ENDS[0].ask("get", self, "__doc__"))  # type: ignore
 
 _batches: dict[int, tuple[list[Any], bool, int]] = {}
 """Id of an iterator -> items that were fetched ahead, in reverse; True after the last ones; items
@@ -548,13 +632,6 @@ def _check_length(remote: Remote) -> None:
         raise Closed("an object of the program has fewer items than its length")
 
 
-def _copy(remote: Remote, function: str) -> Remote:
-    copy = ENDS[0].ask("copy", remote, function)
-    if not isinstance(copy, Remote):
-        raise Closed("a copy of the program's object is none")
-    return copy
-
-
 def _have_same_state(left: Remote, right: Any) -> bool:
     """Return True if the program says so, and both have the same class and attributes."""
     pair = (id(left), id(right))
@@ -567,56 +644,3 @@ def _have_same_state(left: Remote, right: Any) -> bool:
         return is_equal and ask("state", left) == ask("state", right)
     finally:
         _compared.remove(pair)
-
-
-def _is_ordered(name: str, left: Any, right: Any) -> bool:
-    """Compare two values of the program by its own order, which must be one.
-
-    An object of the program and a value of the test have none: the program would see the value.
-    """
-    plain_left, plain_right = _plain(left), _plain(right)
-    if plain_left and plain_right:
-        return getattr(_operator, name)(plain_left[0], plain_right[0])
-    if plain_left or plain_right:
-        raise Closed("an object of the program is no plain value")
-    ask = ENDS[0].ask
-    answer = ask("compare", name, left, right) is True
-    if answer and name in ("lt", "gt") and ask("compare", name, right, left) is True:
-        raise Closed("the program's objects have no order")
-    return answer
-
-
-def _operator_of(name: str, is_reflected: bool) -> Callable[..., Any]:
-    def operate(self: Any, *others: Any) -> Any:
-        operands = (*others, self) if is_reflected else (self, *others)
-        plain = [_plain(operand) for operand in operands]
-        if all(plain):
-            return getattr(_operator, name)(*(copy for (copy,) in plain))
-        if _plain(self):
-            raise TypeError(f"an object of the program has no {name}")
-        result = ENDS[0].ask("operator", name, *operands)
-        if any(map(_plain, others)) and _plain(result):
-            # The program saw the test's value, and could answer with what is expected.
-            raise Closed("an operator of the program's object gives a plain value")
-        return result
-
-    return operate
-
-
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "matmul",
-    "and_",
-    "or_",
-    "xor",
-    "pow",
-):
-    setattr(Remote, f"__{_name.rstrip('_')}__", _operator_of(_name, is_reflected=False))
-    setattr(Remote, f"__r{_name.rstrip('_')}__", _operator_of(_name, is_reflected=True))
-Remote.__neg__ = _operator_of("neg", is_reflected=False)  # type: ignore[attr-defined]
-Remote.__doc__ = property(lambda self: ENDS[0].ask("get", self, "__doc__"))  # type: ignore

@@ -107,7 +107,13 @@ def with_helpers(test: Any, given: GivenCode) -> Any:
         if not missing:
             return test
         added = [*given.imports, *(given.helpers[name] for name in missing)]
-        test = "\n".join([*(ast.unparse(part) for part in added if _may_test(part)), test])
+        # An import that no test may have is left out.
+        added = [
+            part
+            for part in added
+            if all(map(unit_tests.is_importable, unit_tests.modules_of(part)))
+        ]
+        test = "\n".join([*map(ast.unparse, added), test])
 
 
 def with_helpers_in(column: Any, given: GivenCode) -> Any:
@@ -133,18 +139,6 @@ def with_given_code(program: str, given: GivenCode) -> str:
 
 
 _IGNORED = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
-
-
-def _may_test(statement: ast.stmt) -> bool:
-    """Return False for an import that no test may have."""
-    match statement:
-        case ast.Import(names=names):
-            modules = [alias.name for alias in names]
-        case ast.ImportFrom(module=module):
-            modules = [module or ""]
-        case _:
-            return True
-    return all(module.partition(".")[0] in unit_tests.IMPORTABLE for module in modules)
 
 
 def _is_absolute(statement: ast.Import | ast.ImportFrom) -> bool:

@@ -13,6 +13,7 @@ from tpu_rl.sandbox.channel import (
     ENDS,
     MAX_RECURSION,
     OPERATIONS,
+    OPERATORS,
     Closed,
     End,
     Proxy,
@@ -52,10 +53,7 @@ class ProgramEnd(End):
         if tag != b"x":
             return super().resolve(tag, content)
         module, _, path = content.partition(":")
-        value = module_named(module)
-        for name in path.split("."):
-            value = getattr(value, name)
-        return value
+        return _operator.attrgetter(path)(module_named(module))
 
 
 def serve(program: str, incoming: int, outgoing: int) -> None:
@@ -78,11 +76,12 @@ def serve(program: str, incoming: int, outgoing: int) -> None:
         "type": type,
         "is instance": isinstance,
         "is subclass": issubclass,
-        "operator": lambda name, *values: getattr(_operator, name)(*values),
+        "operator": lambda name, *values: OPERATORS[name](*values),
         "enter": lambda manager: type(manager).__enter__(manager),
         "exit": _exit,
         "method": _call_method,
-        "copy": lambda value, function: getattr(module_named("copy"), function)(value),
+        "copy": lambda value: module_named("copy").copy(value),
+        "deep copy": lambda value: module_named("copy").deepcopy(value),
         "plain": _as_plain,
         "state": _state,
         "name of": name_of,
@@ -111,9 +110,9 @@ def _call_method(
 
 def _as_plain(value: Any) -> Any:
     """Return (the container that an object of a subclass of it is equal to,), () if none."""
-    for base, (_, items) in CONTAINERS.items():
+    for base, codec in CONTAINERS.items():
         if isinstance(value, base):
-            values = list(items(value))
+            values = list(codec.items(value))
             return (pairs_of(values) if base is dict else base(values),)
     return ()
 

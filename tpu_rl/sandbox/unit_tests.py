@@ -119,12 +119,9 @@ def prepare(test: str) -> Prepared:
         table = symtable.symtable(test, "test", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"the test {test!r:.100} is not Python: {error}") from None
-    _require_known_imports(tree)
     defined = _defined_names(table)
     names = free_names(table)
-    _require_separable(tree, names)
-    _require_no_evaluators(tree, defined)
-    _require_own_streams(tree)
+    _require_separable(tree, names, defined)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
     if not num_asserts:
         raise ValueError(f"the test {test!r:.100} asserts nothing")
@@ -170,63 +167,59 @@ def _global_names(table: symtable.SymbolTable) -> set[str]:
     return names.union(*map(_global_names, table.get_children()))
 
 
-def _require_known_imports(tree: ast.Module) -> None:
-    """Raise ValueError if the test imports anything but IMPORTABLE."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            if any(alias.name == "*" for alias in node.names):
-                raise _refusal(node, "its names cannot be told apart from the program's")
-            modules = [node.module or ""]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        else:
-            continue
-        for module in modules:
-            if module.partition(".")[0] not in IMPORTABLE:
-                known = ", ".join(sorted(IMPORTABLE))
-                raise _refusal(node, f"what the test imports must be of {known}")
+def modules_of(node: ast.AST) -> list[str]:
+    """Return the modules that a statement imports, or imports names of."""
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=module):
+            return [module or ""]
+    return []
 
 
-def _require_separable(tree: ast.Module, program_names: set[str]) -> None:
-    """Raise ValueError if classes of the program would be part of the test's own."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            parts = [*node.bases, *(keyword.value for keyword in node.keywords)]
-        elif isinstance(node, ast.ExceptHandler) and node.type:
-            parts = [node.type]
-        else:
-            continue
-        if any(_loaded_names(part) & program_names for part in parts):
-            raise _refusal(node, "a class of the program cannot be judged apart from it")
+def is_importable(module: str) -> bool:
+    """Return True if a test may import a module."""
+    return module.partition(".")[0] in IMPORTABLE
 
 
-def _require_no_evaluators(tree: ast.Module, defined: set[str]) -> None:
-    """Raise ValueError if the test could run a text of the program."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in EVALUATORS - defined:
-            raise _refusal(node, "it could run a text of the program on the test's side")
+REDIRECTIONS = {"redirect_stdout", "redirect_stderr"}
+OWN_STREAMS = (
+    "the program has standard streams of its own; a test of what it reads and prints is "
+    "{'input': text, 'output': text}"
+)
 
 
-def _require_own_streams(tree: ast.Module) -> None:
-    """Raise ValueError if the test exchanges streams: those of the program are its own."""
+def _require_separable(tree: ast.Module, program_names: set[str], defined: set[str]) -> None:
+    """Raise ValueError if a part of the test cannot be separated from the program's.
+
+    Args:
+        tree: the test.
+        program_names: names that the program defines.
+        defined: names that the test defines.
+    """
     for node in ast.walk(tree):
         match node:
-            case (
-                ast.Name(id="redirect_stdout" | "redirect_stderr")
-                | ast.Attribute(attr="redirect_stdout" | "redirect_stderr")
-            ):
-                pass
+            case ast.ImportFrom(names=names) if any(alias.name == "*" for alias in names):
+                raise _refusal(node, "its names cannot be told apart from the program's")
+            case ast.Import() | ast.ImportFrom() if not all(map(is_importable, modules_of(node))):
+                known = ", ".join(sorted(IMPORTABLE))
+                raise _refusal(node, f"what the test imports must be of {known}")
+            case ast.ClassDef(bases=bases, keywords=keywords):
+                parts = [*bases, *(keyword.value for keyword in keywords)]
+            case ast.ExceptHandler(type=ast.expr() as kind):
+                parts = [kind]
+            case ast.Name(id=name) if name in EVALUATORS - defined:
+                raise _refusal(node, "it could run a text of the program on the test's side")
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in REDIRECTIONS:
+                raise _refusal(node, OWN_STREAMS)
             case ast.Attribute(
                 value=ast.Name(id="sys"), attr="stdin" | "stdout" | "stderr", ctx=ast.Store()
             ):
-                pass
+                raise _refusal(node, OWN_STREAMS)
             case _:
                 continue
-        raise _refusal(
-            node,
-            "the program has standard streams of its own; a test of what it reads and prints is "
-            "{'input': text, 'output': text}",
-        )
+        if any(_loaded_names(part) & program_names for part in parts):
+            raise _refusal(node, "a class of the program cannot be judged apart from it")
 
 
 def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
@@ -305,18 +298,9 @@ def _bound_names(statement: ast.stmt) -> set[str]:
 
 def _seeds(tree: ast.Module) -> list[ast.stmt]:
     """Return statements that make a test's random numbers the same in each run."""
-    roots = {
-        module.partition(".")[0]
-        for node in ast.walk(tree)
-        for module in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    return ast.parse("__import__('random').seed(0)").body if "random" in roots else []
+    modules = [module for node in ast.walk(tree) for module in modules_of(node)]
+    uses_random = any(module.partition(".")[0] == "random" for module in modules)
+    return ast.parse("__import__('random').seed(0)").body if uses_random else []
 
 
 # --- calls that change their arguments ---
@@ -395,9 +379,7 @@ def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast
     copies: set[ast.expr] = set()
     for node in ast.walk(tree):
         fresh: set[str] = {node.target.id} if _has_target(node) else set()  # type: ignore
-        for statement in (
-            getattr(node, "body", ()) if isinstance(node, ast.stmt | ast.Module) else ()
-        ):
+        for statement in _body(node):
             match statement:
                 case ast.Assign(
                     targets=[ast.Name()],
@@ -420,6 +402,14 @@ def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast
     return copies
 
 
+def _body(node: ast.AST) -> list[ast.stmt]:
+    """Return the statements of a module or a compound statement."""
+    match node:
+        case ast.Module(body=list() as body) | ast.stmt(body=list() as body):  # type: ignore
+            return body
+    return []
+
+
 def _has_target(node: ast.AST) -> bool:
     return isinstance(node, ast.For) and isinstance(node.target, ast.Name)
 
@@ -432,24 +422,23 @@ def _derived_names(tree: ast.Module, program_names: set[str]) -> set[str]:
         size = len(derived)
         for node in ast.walk(tree):
             match node:
+                case ast.Assign(value=source, targets=targets):
+                    pass
                 case (
-                    ast.Assign(value=source)
-                    | ast.AnnAssign(value=source)
-                    | ast.AugAssign(value=source)
-                    | ast.NamedExpr(value=source)
-                    | ast.For(iter=source)
-                    | ast.comprehension(iter=source)
-                    | ast.withitem(context_expr=source)
+                    ast.AnnAssign(value=source, target=target)
+                    | ast.AugAssign(value=source, target=target)
+                    | ast.NamedExpr(value=source, target=target)
+                    | ast.For(iter=source, target=target)
+                    | ast.comprehension(iter=source, target=target)
+                    | ast.withitem(context_expr=source, optional_vars=target)
                 ):
-                    target = getattr(node, "targets", None) or [
-                        getattr(node, "target", None) or getattr(node, "optional_vars", None)
-                    ]
+                    targets = [target] if target else []
                 case ast.FunctionDef(name=name):
-                    source, target = node, [ast.Name(name)]
+                    source, targets = node, [ast.Name(name)]
                 case _:
                     continue
             if source is not None and _value_names(source) & derived:
-                parts = [part for root in target if root for part in ast.walk(root)]
+                parts = [part for root in targets for part in ast.walk(root)]
                 derived |= {part.id for part in parts if isinstance(part, ast.Name)}
     return derived
 
@@ -463,8 +452,8 @@ def _value_names(node: ast.AST) -> set[str]:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Makes asserts, calls for their effect, handlers and `with` into calls of `judge_end.judge`'s
-    functions."""
+    """Makes asserts, calls for their effect, handlers and `with` into calls of
+    `judge_end.TestFunctions`."""
 
     def __init__(self, in_place: set[ast.Call], unused: set[ast.AST]):
         """Take the calls for their effect whose value is used as well, and asserts of functions

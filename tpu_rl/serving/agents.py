@@ -44,8 +44,8 @@ from tpu_rl.runtime import processes
 from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
-from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
-from tpu_rl.serving.server import LOOPBACK, Server, bind, require_uvicorn
+from tpu_rl.serving.pump import Distribution, Item, PendingTurn, Pump
+from tpu_rl.serving.server import LOOPBACK, Server, bind, require_packages
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import Params, Purpose
@@ -72,7 +72,7 @@ def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: 
         InputError: if there is no such file, it does not load, or it has no such function.
         MachineError: if the server's package is not installed.
     """
-    require_uvicorn()
+    require_packages()
     file_name = path.rpartition(":")[0]
     user_code.require_file(Path(file_name).expanduser().absolute(), "agent", file_name or path)
     limits = replace(limits, call_seconds=seconds)
@@ -279,7 +279,9 @@ class _AgentEngine:
     @functools.cached_property
     def _server(self) -> Server:
         """The server, which lives as long as the process."""
-        server = Server(self._app, bind(LOOPBACK, 0))
+        from tpu_rl.serving import routes  # The package starlette is there, as checked before.
+
+        server = Server(routes.application(self._app), bind(LOOPBACK, 0))
         server.start()
         return server
 
@@ -347,7 +349,7 @@ class _Running:
         """Episode -> API key, of the episodes that are not over."""
         self._pool_ids: dict[int, int] = {}
         self._pending: dict[int, tuple[str, Future[Reply]]] = {}
-        """Episode -> what was asked of the pool."""
+        """Episode -> the call of the pool that runs, and its reply."""
 
     def begin(self, episode: int, row: Row, key: str) -> None:
         """Start an episode."""
@@ -361,19 +363,19 @@ class _Running:
         }
         self._wait(episode, "reset", self._agent.pool.reset(self._pool_ids[episode], arguments))
 
-    def _wait(self, episode: int, asked: str, future: Future[Reply]) -> None:
-        self._pending[episode] = (asked, future)
+    def _wait(self, episode: int, call: str, future: Future[Reply]) -> None:
+        self._pending[episode] = (call, future)
         future.add_done_callback(lambda _: self._wake())
 
     def ended(self) -> list[tuple[int, str, Reply]]:
         """Return (episode, API key, reply) of the episodes that have ended."""
         ended = []
-        for episode, (asked, future) in sorted(self._pending.items()):
+        for episode, (call, future) in sorted(self._pending.items()):
             if not future.done():
                 continue
             reply = future.result()
             pool_id = self._pool_ids[episode]
-            if asked == "reset" and not reply.fault:
+            if call == "reset" and not reply.fault:
                 self._wait(episode, "reward", self._agent.pool.reward(pool_id))
                 continue
             del self._pending[episode]
@@ -413,7 +415,7 @@ def _share(items: list[Item]) -> list[list[Item]]:
         distribution, (conversation, token_ids, key, max_new_tokens), is_watched = value
         key = np.array(key, np.uint32)
         request = TurnRequest(conversation, token_ids, key, max_new_tokens)
-        return Ask(Distribution(*distribution), request, is_watched)
+        return PendingTurn(Distribution(*distribution), request, is_watched)
 
     return [
         [restored(value) for value in values]

@@ -1,20 +1,7 @@
-"""The routes of the server, as an ASGI application.
-
-    GET  /                         a page to talk to the model, if the server has one
-    GET  /health
-    GET  /v1/models
-    POST /v1/chat/completions      OpenAI's messages, with token ids and log-probs in the answer
-    POST /v1/responses             OpenAI's Responses
-    POST /v1/messages              Anthropic's messages
-    POST /v1/messages/count_tokens
-    POST /v1/completions           texts, or token ids
-    POST /inference/v1/generate    token ids in, token ids out
-
-All conversations take one path: `Protocol.parse` makes a `ChatRequest` of a body, `App.reply`
-answers it, and `Protocol.answer` or `Protocol.events` writes the answer.
+"""The answers of the server: accounts, and the completions of their calls.
 
 Each request belongs to an account, which its API key names. Accounts share nothing: training has
-one for each episode.
+one for each episode. `routes` has the routes, as an ASGI application.
 """
 
 from __future__ import annotations
@@ -23,76 +10,34 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import json
-import logging
-import re
 import secrets
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_rl.errors import TpuRlError
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.prompts import stop_at
 from tpu_rl.sampler import Score, Scores, Turn, TurnRequest
-from tpu_rl.serving import (
-    chat,
-    chat_completions,
-    chat_page,
-    completions,
-    messages,
-    protocol,
-    responses,
-)
+from tpu_rl.serving import chat, protocol
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Options, TextRequest
-from tpu_rl.serving.pump import Closed, Conversations, Distribution, Pump
+from tpu_rl.serving.pump import Conversations, Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
-from tpu_rl.serving.replies import (
-    Begun,
-    Envelope,
-    Item,
-    Items,
-    Protocol,
-    Reply,
-    TextStream,
-    event,
-)
+from tpu_rl.serving.replies import Accepted, Item, Items, Reply, TextStream
 from tpu_rl.tokenizers import Tokenizer, conversations
 
-MAX_BODY_BYTES = 8 * 2**20
-BODY_SECONDS = 30.0
-"""Time in which a body must arrive."""
 MAX_TOKEN_CHARACTERS = 128
 """Characters for each token of a conversation beyond which a text is not even encoded."""
 LONG_TEXT = 20_000
 """Characters from which on a text is encoded in a thread of its own, so that nobody waits."""
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MOST_EXCHANGES = 256
 """Exchanges that a server without episodes remembers."""
 
-MESSAGES = "/v1/messages"
-CONVERSATIONS: dict[str, Protocol] = {
-    "/v1/chat/completions": chat_completions.PROTOCOL,
-    "/v1/responses": responses.PROTOCOL,
-    MESSAGES: messages.PROTOCOL,
-}
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-
-
-class Page(NamedTuple):
-    """An answer for a browser."""
-
-    html: str
-
-
-class BegunCall(NamedTuple):
+class OpenCall(NamedTuple):
     """A call that is under way."""
 
     prompt: list[int]
@@ -125,16 +70,16 @@ class Account:
         """
         return options.distribution(default)
 
-    def begin(self, prompt: list[int], options: Options) -> BegunCall:
+    def begin(self, prompt: list[int], options: Options) -> OpenCall:
         """Return the next call: its prompt and seed.
 
         Raises:
             ApiError: if this account may make no further call.
         """
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
-        return BegunCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
+        return OpenCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
 
-    def end(self, call: BegunCall, turn: Turn | None) -> None:
+    def end(self, call: OpenCall, turn: Turn | None) -> None:
         """Note what the policy wrote; None if the call failed."""
 
 
@@ -183,17 +128,15 @@ class EpisodeAccount(Account):
             return default
         if options.seed is not None:
             raise ApiError(400, "the run's own seed decides what is drawn", "seed")
-        asked = options.distribution(default)
-        for name, asked_value, value in zip(asked._fields, asked, default, strict=True):
-            if asked_value != value:
+        distribution = options.distribution(default)
+        for name, value, expected in zip(default._fields, distribution, default, strict=True):
+            if value != expected:
                 raise ApiError(
-                    400,
-                    f"{name} is {asked_value}, but the run samples with {name} = {value}",
-                    name,
+                    400, f"{name} is {value}, but the run samples with {name} = {expected}", name
                 )
-        return asked
+        return distribution
 
-    def begin(self, prompt: list[int], options: Options) -> BegunCall:
+    def begin(self, prompt: list[int], options: Options) -> OpenCall:
         del options
         if self._calls.total() >= self._most_calls:
             raise ApiError(
@@ -204,14 +147,13 @@ class EpisodeAccount(Account):
         if not self._num_running:
             self._when += 1
         self._num_running += 1
-        name = tuple(prompt)
-        repeats = self._calls[name]
-        self._calls[name] += 1
+        repeats = self._calls[tuple(prompt)]
+        self._calls[tuple(prompt)] += 1
         is_first = prompt == self._first_prompt and not repeats
         key = self._row_key if is_first else call_key(self._row_key, prompt, repeats)
-        return BegunCall(prompt, key, self._when, repeats)
+        return OpenCall(prompt, key, self._when, repeats)
 
-    def end(self, call: BegunCall, turn: Turn | None) -> None:
+    def end(self, call: OpenCall, turn: Turn | None) -> None:
         self._num_running -= 1
         if turn is not None and not self.is_over:
             self.record.calls.append(Call(call.when, call.prompt, call.repeats, turn))
@@ -250,97 +192,7 @@ class App:
     has_page: bool = False
     """True if people may talk to the model in a browser (`chat_page`)."""
 
-    def __post_init__(self):
-        self._created = int(time.time())
-        self._ids = itertools.count(1)
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        assert scope["type"] == "http"
-        is_anthropic = scope["path"].startswith(MESSAGES)
-        error_body = messages.error_body if is_anthropic else ApiError.as_body
-        headers = headers_of(scope)
-        further = chat_page.cross_origin(headers) if self.has_page else []
-        await respond(self._answer(scope, receive), send, receive, error_body, further)
-
-    async def _answer(self, scope: Mapping[str, Any], receive: Receive) -> Any:
-        headers = headers_of(scope)
-        method, path = scope["method"], scope["path"]
-        # Also of a request that is refused: who sends while the connection closes reads no answer.
-        body = await receive_body(receive) if method == "POST" else b""
-        require_loopback_name(headers, self.is_open)
-        routes: dict[str, tuple[str, Callable[..., Any]]] = {
-            **({"/": ("GET", self._page)} if self.has_page else {}),
-            "/health": ("GET", self._health),
-            "/v1/models": ("GET", self._models),
-            **{
-                path: ("POST", functools.partial(self._chat, protocol))
-                for path, protocol in CONVERSATIONS.items()
-            },
-            f"{MESSAGES}/count_tokens": ("POST", self._count),
-            "/v1/completions": ("POST", self._complete),
-            "/inference/v1/generate": ("POST", self._generate),
-        }
-        if path not in routes:
-            raise ApiError(404, f"there is no {path}; there is {', '.join(routes)}")
-        expected, handler = routes[path]
-        if method == "OPTIONS" and self.has_page:
-            return {}  # A browser asks which pages may ask; `cross_origin` answers.
-        if method != expected:
-            raise ApiError(405, f"{path} is asked by {expected}")
-        if path in ("/", "/health"):
-            return handler()
-        account = self.find_account(api_key(headers))
-        if account is None:
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        if method == "GET":
-            return handler()
-        return await handler(account, read_json(headers, body))
-
-    # --- routes ---
-
-    def _page(self) -> Page:
-        return Page(chat_page.PAGE)
-
-    def _health(self) -> dict[str, Any]:
-        return {"status": "ok"}
-
-    def _models(self) -> dict[str, Any]:
-        model = {"id": self.model, "object": "model", "created": self._created}
-        model |= {"owned_by": "tpu_rl", "max_model_len": self.limits.max_model_len}
-        return {"object": "list", "data": [model]}
-
-    async def _chat(self, protocol: Protocol, account: Account, body: Any) -> Any:
-        request = protocol.parse(body)
-        envelope = self._envelope(request.options)
-        items = self.reply(account, request)
-        if request.options.stream:
-            return protocol.events(envelope, items)
-        return protocol.answer(envelope, await _last(items))
-
-    async def _count(self, account: Account, body: Any) -> dict[str, Any]:
-        prompt = await self._prompt_of(account, messages.parse_count(body))
-        return {"input_tokens": len(prompt)}
-
-    async def _complete(self, account: Account, body: Any) -> Any:
-        request = completions.parse(body)
-        envelope = self._envelope(request.options)
-        if request.options.stream:
-            [prompt] = await self._prompts_of(request)
-            return completions.events(envelope, self._items(account, prompt, request.options))
-        found, scores = await self._texts(account, request, request.echo)
-        choices = [
-            completions.choice(self.tokenizer, request, index, *pair)
-            for index, pair in enumerate(zip(found, scores, strict=True))
-        ]
-        return completions.answer(envelope, found, choices)
-
-    async def _generate(self, account: Account, body: Any) -> dict[str, Any]:
-        request = completions.parse_generate(body)
-        [reply], [scores] = await self._texts(account, request, request.top is not None)
-        return completions.generated(next(self._ids), request, reply, scores)
-
-    async def _texts(
+    async def texts(
         self, account: Account, request: TextRequest, scores_prompt: bool
     ) -> tuple[list[Reply], list[Scores | None]]:
         """Return the completion of each prompt, and the scores that the answer needs."""
@@ -354,17 +206,17 @@ class App:
                 "with those of the tokens that it draws",
                 "logprobs",
             )
-        prompts = await self._prompts_of(request)
+        prompts = await self.prompts_of(request)
         replies = await _all(
-            *(_last(self._items(account, prompt, request.options)) for prompt in prompts)
+            *(last_reply(self.items(account, prompt, request.options)) for prompt in prompts)
         )
         if score is None or top is None or not needs_scores:
             return replies, [None] * len(replies)
-        texts = [reply.prompt + reply.turn.tokens for reply in replies]
-        work = self.pump.call(functools.partial(score, texts, top))
+        whole = [reply.prompt + reply.turn.tokens for reply in replies]
+        work = self.pump.call(functools.partial(score, whole, top))
         return replies, await asyncio.wrap_future(work)
 
-    async def _prompts_of(self, request: TextRequest) -> list[list[int]]:
+    async def prompts_of(self, request: TextRequest) -> list[list[int]]:
         """Return the ids of each prompt."""
         prompts = []
         for prompt in request.prompts:
@@ -375,10 +227,6 @@ class App:
             self._check_ids(prompt)
             prompts.append(prompt)
         return prompts
-
-    def _envelope(self, options: Options) -> Envelope:
-        now = int(time.time())
-        return Envelope(next(self._ids), now, self.model, options, self.tokenizer)
 
     async def _encoded(
         self, characters: int, encode: Callable[[], list[int]], is_slow: bool = False
@@ -402,7 +250,7 @@ class App:
 
     # --- turns ---
 
-    async def _prompt_of(self, account: Account, request: ChatRequest) -> list[int]:
+    async def prompt_of(self, account: Account, request: ChatRequest) -> list[int]:
         """Return the ids of a conversation."""
         texts = conversations.strings([request.messages, request.tools or []], roles=True)
         table = self.images
@@ -422,8 +270,8 @@ class App:
 
     async def reply(self, account: Account, request: ChatRequest) -> AsyncGenerator[Item]:
         """Answer a conversation, and note the exchange in the account."""
-        prompt = await self._prompt_of(account, request)
-        items = self._items(account, prompt, request.options, request.tools)
+        prompt = await self.prompt_of(account, request)
+        items = self.items(account, prompt, request.options, request.tools)
         async with contextlib.aclosing(items):
             async for item in items:
                 if isinstance(item, Reply):
@@ -431,7 +279,7 @@ class App:
                     account.history.add(request.messages, request.tools, item.message, ids)
                 yield item
 
-    async def _items(
+    async def items(
         self,
         account: Account,
         prompt: list[int],
@@ -446,7 +294,7 @@ class App:
         async with contextlib.aclosing(turns):
             async for turn in turns:
                 if turn is None:
-                    yield Begun(prompt)
+                    yield Accepted(prompt)
                     continue
                 for piece in text.pieces(turn) if options.stream else ():
                     yield piece
@@ -454,9 +302,9 @@ class App:
         message = chat.as_message(self.tokenizer, turn.tokens, options.stop, tools, call_format)
         # A turn that ends with a stop string has it at its end.
         whole = self.tokenizer.decode(turn.tokens) if options.stop else ""
-        found = [(whole.index(stop), stop) for stop in options.stop if stop in whole]
+        ends = [(whole.index(stop), stop) for stop in options.stop if stop in whole]
         rest = text.rest(message.get("content", ""))
-        yield Reply(prompt, turn, message, rest, min(found)[1] if found else None)
+        yield Reply(prompt, turn, message, rest, min(ends)[1] if ends else None)
 
     async def _turns(
         self, account: Account, prompt: list[int], options: Options
@@ -486,7 +334,7 @@ class App:
                 loop.call_soon_threadsafe(grown.put_nowait, item)
 
         try:
-            future = self.pump.ask(distribution, request, put if is_watched else None)
+            future = self.pump.submit(distribution, request, put if is_watched else None)
             future.add_done_callback(put)
             yield None
             while True:
@@ -566,7 +414,7 @@ def _cut(turn: Turn, find_end: Callable[[list[int]], int | None]) -> Turn:
     )
 
 
-async def _last(items: Items) -> Reply:
+async def last_reply(items: Items) -> Reply:
     """Return the reply at the end of a stream."""
     reply = [item async for item in items][-1]
     assert isinstance(reply, Reply)
@@ -581,158 +429,3 @@ async def _all(*answers: Coroutine[Any, Any, Reply]) -> list[Reply]:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def respond(
-    answer: Awaitable[Any],
-    send: Send,
-    receive: Receive | None = None,
-    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.as_body,
-    further: Sequence[tuple[bytes, bytes]] = (),
-) -> None:
-    """Send an answer: a JSON value, an iterator over events, bytes in protocol buffers, or a page.
-
-    An exception is sent as an error; after the first event of a stream it is the last event. A
-    stream whose client has gone is closed.
-
-    Args:
-        answer: the answer.
-        send: sends a message of ASGI.
-        receive: receives one, such as that the client has gone. The body has been read.
-        error_body: the form of errors.
-        further: headers of every answer.
-    """
-    events: AsyncGenerator[bytes] | None = None
-    parts: list[bytes] = []
-    status = 200
-    try:
-        content = await answer
-        if isinstance(content, AsyncGenerator):
-            events = content
-            parts = [await anext(events)]
-    except Exception as raised:
-        error = as_api_error(raised)
-        status = error.status
-        content = error_body(error)
-        events = None
-    if events is not None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-    else:
-        match content:
-            case bytes():
-                content_type = b"application/x-protobuf"
-                parts = [content]
-            case Page(html):
-                content_type = b"text/html; charset=utf-8"
-                parts = [html.encode()]
-            case _:
-                content_type = b"application/json"
-                parts = [json.dumps(content).encode()]
-        size = str(len(parts[0])).encode()
-        headers = [(b"content-type", content_type), (b"content-length", size)]
-    headers += further
-    if status == 408:
-        # The rest of the body is not read.
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    for part in parts:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    if events is not None:
-        await _send_events(events, send, receive, error_body)
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _send_events(
-    events: AsyncGenerator[bytes],
-    send: Send,
-    receive: Receive | None,
-    error_body: Callable[[ApiError], dict[str, Any]],
-) -> None:
-    """Send the events of a stream until it ends, fails, or the client has gone."""
-
-    async def send_all() -> None:
-        try:
-            async with contextlib.aclosing(events):
-                async for part in events:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-        except Exception as raised:
-            part = event(error_body(as_api_error(raised)), "error")
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-
-    sending = asyncio.ensure_future(send_all())
-    gone = asyncio.ensure_future(receive()) if receive is not None else None
-    try:
-        tasks = [sending] if gone is None else [sending, gone]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in filter(None, (sending, gone)):
-            task.cancel()
-        await asyncio.wait([sending])
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """Return an exception as an answer. No request may end the server."""
-    match error:
-        case ApiError():
-            return error
-        case TpuRlError():
-            return ApiError(400, str(error))
-        case Closed():
-            return ApiError(410, "the episode is over", code="closed")
-    logging.getLogger(__name__).error("a request failed", exc_info=error)
-    return ApiError(500, f"the request failed: {type(error).__name__}")
-
-
-def headers_of(scope: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers of a request, by their names in lower case."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def require_loopback_name(headers: Mapping[str, str], is_open: bool) -> None:
-    """Raise ApiError if a request to a server without a key has another name for this machine."""
-    host = re.sub(r":\d+$", "", headers.get("host", ""))
-    if is_open and host not in LOOPBACK_NAMES:
-        raise ApiError(403, "a server without a key answers requests to a loopback name only")
-
-
-def api_key(headers: Mapping[str, str]) -> str | None:
-    """Return the key of the header Authorization: Bearer KEY, or of x-api-key; None without one."""
-    if headers.get("x-api-key", "").strip():
-        return headers["x-api-key"].strip()
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" and key.strip() else None
-
-
-def read_json(headers: Mapping[str, str], body: bytes) -> Any:
-    """Return the value of a body. Browsers send other kinds of content without asking first."""
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the content type is not application/json")
-    return protocol.parse_json(body, "the body")
-
-
-async def receive_body(receive: Receive) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        ApiError: if it is too long, or does not arrive in time.
-    """
-    body = bytearray()
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError(400, "the client has gone")
-                piece = message.get("body", b"")
-                size += len(piece)
-                # The rest of a body that is too long is dropped as it comes.
-                if size <= MAX_BODY_BYTES:
-                    body += piece
-                if not message.get("more_body"):
-                    break
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-    return bytes(body)

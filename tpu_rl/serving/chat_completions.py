@@ -7,7 +7,7 @@ from typing import Any
 
 from tpu_rl.serving import protocol, replies
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
-from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+from tpu_rl.serving.replies import Accepted, Envelope, Items, Piece, Protocol, Reply, event
 from tpu_rl.tokenizers import Tokenizer
 
 
@@ -15,12 +15,9 @@ def parse(body: Any) -> ChatRequest:
     """Return the request of a body."""
     fields = Fields(body)
     images: protocol.Images = {}
-    messages = [
-        _message(message, f"messages[{index}]", images)
-        for index, message in enumerate(fields.require("messages", list))
-    ]
-    if not messages:
-        raise ApiError(400, "messages is empty", "messages")
+    messages = fields.items(
+        "messages", lambda value, place: _message(value, place, images), may_be_empty=False
+    )
     tools = fields.take("tools", list, lambda tools: all(map(protocol.is_tool, tools)))
     choice = fields.take("tool_choice", str, lambda choice: choice in ("auto", "none"))
     fields.only("parallel_tool_calls", True)
@@ -35,13 +32,13 @@ def _message(value: Any, place: str, images: protocol.Images) -> dict[str, Any]:
     fields = Fields(value, place)
     message: dict[str, Any] = {"role": fields.require("role", str)}
     content = fields.take("content", (str, list))
-    calls = fields.take("tool_calls", list) or []
+    calls = fields.items("tool_calls", _call)
     if content is None and not calls:
         raise ApiError(400, f"{place}.content is missing", f"{place}.content")
     if content is not None:
         message |= protocol.content_of(content, ("text",), f"{place}.content", images)
     if calls:
-        message["tool_calls"] = [_call(call, f"{place}.tool_calls") for call in calls]
+        message["tool_calls"] = calls
     for name in ("name", "tool_call_id"):
         text = fields.take(name, str)
         if text is not None:
@@ -63,9 +60,8 @@ def _call(value: Any, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = protocol.arguments(arguments, f"{place}.function.arguments")
     fields.only("type", "function")
-    fields.ignore("index")
     call_id = fields.take("id", str)
-    fields.finish()
+    fields.finish("index")
     return protocol.call(name, arguments, call_id)
 
 
@@ -128,17 +124,18 @@ def answer(envelope: Envelope, reply: Reply) -> dict[str, Any]:
 async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
     """Yield the events of a stream: one for each token, then the calls and the end."""
 
+    head = _common(envelope, "chat.completion.chunk")
+
     def chunk(delta: dict[str, Any], finish: str | None = None, **further: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **further}
-        return event(_common(envelope, "chat.completion.chunk") | {"choices": [choice]})
+        return event({**head, "choices": [choice]})
 
     async for item in items:
         match item:
-            case Begun(prompt):
-                first = {"role": "assistant", "content": ""}
-                choice = {"index": 0, "delta": first, "finish_reason": None}
-                head = _common(envelope, "chat.completion.chunk")
-                yield event(head | {"choices": [choice], "prompt_token_ids": prompt})
+            case Accepted(prompt):
+                first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+                choices = [first | {"finish_reason": None}]
+                yield event({**head, "choices": choices, "prompt_token_ids": prompt})
             case Piece(token, value, text):
                 shown = _shown(envelope, [(token, value)])
                 yield chunk({"content": text}, token_ids=[token], logprobs=shown)
@@ -149,8 +146,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
                     yield chunk({"tool_calls": [{"index": index, **call}]})
                 yield chunk({}, item.finish)
                 if envelope.options.stream_usage:
-                    head = _common(envelope, "chat.completion.chunk")
-                    yield event(head | {"choices": [], "usage": usage(item)})
+                    yield event({**head, "choices": [], "usage": usage(item)})
                 yield b"data: [DONE]\n\n"
 
 

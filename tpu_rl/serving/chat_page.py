@@ -1,35 +1,17 @@
 """A page to talk to one server, or to two side by side, with the log-prob of each token.
 
 It is one file without outside parts. What a model writes becomes text, never markup. The second
-server may be another one of this machine: its answers allow pages of loopback addresses to read
-them (`cross_origin`).
+server may be another one of this machine: pages of loopback addresses may read its answers
+(`LOOPBACK_ORIGIN`).
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
-from collections.abc import Mapping
 
-LOOPBACK_ORIGIN = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
-
-
-def cross_origin(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return the headers that let a page of another loopback address read an answer; none for
-    other pages.
-
-    Args:
-        headers: of the request, by their names in lower case.
-    """
-    origin = headers.get("origin", "")
-    if not LOOPBACK_ORIGIN.fullmatch(origin):
-        return []
-    return [
-        (b"access-control-allow-origin", origin.encode()),
-        (b"access-control-allow-headers", b"authorization, content-type"),
-        (b"vary", b"origin"),
-    ]
+LOOPBACK_ORIGIN = r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?"
+"""The origins whose pages may read answers."""
 
 
 STYLE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from tpu_rl.sampler import Scores, Turn
 from tpu_rl.serving import protocol
 from tpu_rl.serving.chat_completions import usage
-from tpu_rl.serving.protocol import ApiError, Fields, TextRequest
+from tpu_rl.serving.protocol import TOKEN_LIMITS, ApiError, Fields, TextRequest
 from tpu_rl.serving.replies import Envelope, Items, Piece, Reply, event
 from tpu_rl.tokenizers import Tokenizer
 
@@ -24,15 +23,15 @@ def parse(body: Any) -> TextRequest:
     """Return the request of a body of /v1/completions."""
     fields = Fields(body)
     prompt = fields.require("prompt", (str, list))
-    echo = bool(fields.take("echo", bool))
+    echo = fields.flag("echo")
     fields.only("suffix", "")
     fields.only("best_of", 1)
     # The number of alternatives; false and true are older forms of none and of 0.
     top = fields.take("logprobs", (int, bool), lambda n: 0 <= n <= MOST_ALTERNATIVES)
     top = (0 if top else None) if isinstance(top, bool) else top
-    most = fields.take("max_tokens", int, lambda n: n >= 1 - echo)
-    options = protocol.options(fields, logprobs=top is not None)
-    options = replace(options, max_tokens=options.max_tokens if most is None else most)
+    options = protocol.options(
+        fields, logprobs=top is not None, limits=TOKEN_LIMITS[::-1], least_tokens=1 - echo
+    )
     request = TextRequest(_prompts(prompt), options, echo, top)
     if options.stream and (len(request.prompts) > 1 or echo or (top or 0) > 1):
         raise ApiError(400, "stream goes with one prompt, without echo and alternatives", "stream")
@@ -54,7 +53,7 @@ def _prompts(value: str | list[Any]) -> list[str | list[int]]:
     return [protocol.ids_of(prompt, "prompt") for prompt in value]
 
 
-def choice(
+def _choice(
     tokenizer: Tokenizer, request: TextRequest, index: int, reply: Reply, scores: Scores | None
 ) -> dict[str, Any]:
     """Return the completion of one prompt.
@@ -105,18 +104,24 @@ def _alternatives(tokenizer: Tokenizer, ids: list[int], values: list[float]) -> 
     return {tokenizer.decode([i], skip_special=False): value for i, value in reversed(pairs)}
 
 
-def envelope_of(envelope: Envelope) -> dict[str, Any]:
+def _head(envelope: Envelope) -> dict[str, Any]:
     """Return the head of an answer."""
     head = {"id": f"cmpl-{envelope.number}", "object": "text_completion"}
     return head | {"created": envelope.created, "model": envelope.model}
 
 
-def answer(envelope: Envelope, found: list[Reply], choices: list[dict[str, Any]]) -> dict[str, Any]:
+def answer(
+    envelope: Envelope, request: TextRequest, replies: list[Reply], scores: list[Scores | None]
+) -> dict[str, Any]:
     """Return the body of an answer to all prompts of a request."""
-    counts = [usage(reply) for reply in found]
+    choices = [
+        _choice(envelope.tokenizer, request, index, *pair)
+        for index, pair in enumerate(zip(replies, scores, strict=True))
+    ]
+    counts = [usage(reply) for reply in replies]
     total = {key: sum(count[key] for count in counts) for key in counts[0]}
-    ids = {"prompt_token_ids": found[0].prompt} if len(found) == 1 else {}
-    return envelope_of(envelope) | {"usage": total, "choices": choices} | ids
+    ids = {"prompt_token_ids": replies[0].prompt} if len(replies) == 1 else {}
+    return _head(envelope) | {"usage": total, "choices": choices} | ids
 
 
 async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
@@ -124,7 +129,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
 
     def chunk(text: str, finish: str | None = None, **further: Any) -> bytes:
         shown = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None, **further}
-        return event(envelope_of(envelope) | {"choices": [shown]})
+        return event(_head(envelope) | {"choices": [shown]})
 
     async for item in items:
         if isinstance(item, Piece):
@@ -137,7 +142,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
         elif isinstance(item, Reply):
             yield chunk(item.rest, item.finish)
             if envelope.options.stream_usage:
-                yield event(envelope_of(envelope) | {"choices": [], "usage": usage(item)})
+                yield event(_head(envelope) | {"choices": [], "usage": usage(item)})
             yield b"data: [DONE]\n\n"
 
 
@@ -145,10 +150,9 @@ def parse_generate(body: Any) -> TextRequest:
     """Return the request of a body of /inference/v1/generate."""
     fields = Fields(body)
     prompt = protocol.ids_of(fields.require("token_ids", list), "token_ids")
-    fields.ignore("model", "cache_salt", "priority", "request_id")
     fields.only("stream", False)
     sampling = Fields(fields.take("sampling_params", dict) or {}, "sampling_params")
-    fields.finish()
+    fields.finish("model", "cache_salt", "priority", "request_id")
     sampling.ignore("skip_special_tokens", "spaces_between_special_tokens", "detokenize")
     top = sampling.take("prompt_logprobs", int, lambda n: 0 <= n <= MOST_ALTERNATIVES)
     sampling.only("min_tokens", 0)

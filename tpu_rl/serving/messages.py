@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from tpu_rl.serving import protocol, replies
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
-from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+from tpu_rl.serving.replies import Accepted, Envelope, Items, Piece, Protocol, Reply, event
 
 ERRORS = {
     401: "authentication_error",
@@ -30,26 +31,19 @@ def parse(body: Any) -> ChatRequest:
     """Return the request of a body."""
     fields = Fields(body)
     request = _conversation(fields)
-    most = fields.require("max_tokens", int)
-    if most < 1:
-        raise ApiError(400, f"{str(most)[: protocol.MAX_TEXT]} is no value of max_tokens")
-    stops = fields.take("stop_sequences", list)
-    if stops is not None:
-        is_right = len(stops) <= protocol.MAX_STOPS
-        if not is_right or not all(isinstance(text, str) and text for text in stops):
-            raise ApiError(400, f"stop_sequences are up to {protocol.MAX_STOPS} texts")
+    stops = protocol.stop_strings(fields, "stop_sequences", (list,))
     fields.only("service_tier", "auto", "standard_only")
-    options = protocol.options(fields)
-    options = replace(options, max_tokens=most, stop=tuple(stops or options.stop))
-    return replace(request, options=options)
+    if not fields.has("max_tokens"):
+        raise ApiError(400, "max_tokens is missing", "max_tokens")
+    options = protocol.options(fields, limits=protocol.TOKEN_LIMITS[::-1])
+    return replace(request, options=replace(options, stop=stops or options.stop))
 
 
 def parse_count(body: Any) -> ChatRequest:
     """Return the request of a body whose tokens are counted."""
     fields = Fields(body)
     request = _conversation(fields)
-    fields.ignore("model")
-    fields.finish()
+    fields.finish("model")
     return request
 
 
@@ -59,18 +53,15 @@ def _conversation(fields: Fields) -> ChatRequest:
     images: protocol.Images = {}
     system = fields.take("system", (str, list))
     if system:
-        messages.append({"role": "system", "content": _text(system, "system")})
-    values = fields.require("messages", list)
-    if not values:
-        raise ApiError(400, "messages is empty", "messages")
-    for index, value in enumerate(values):
-        messages += _message(value, f"messages[{index}]", images)
+        content = protocol.content_of(system, ("text",), "system", None)
+        messages.append({"role": "system", **content})
+    parts = fields.items(
+        "messages", lambda value, place: _message(value, place, images), may_be_empty=False
+    )
+    messages += itertools.chain(*parts)
     if messages[-1]["role"] == "assistant":
         raise ApiError(400, "the last message is the assistant's, and is not continued here")
-    tools = [
-        _tool(value, f"tools[{index}]")
-        for index, value in enumerate(fields.take("tools", list) or [])
-    ]
+    tools = fields.items("tools", _tool)
     choice = Fields(fields.take("tool_choice", dict) or {"type": "auto"}, "tool_choice")
     choice.only("disable_parallel_tool_use", False)
     kind = choice.take("type", str, lambda kind: kind in ("auto", "none"))
@@ -85,14 +76,9 @@ def _tool(value: Any, place: str) -> dict[str, Any]:
     fields = Fields(value, place)
     fields.only("type", "custom")
     fields.only("defer_loading", False)
-    fields.ignore("cache_control", "strict", "eager_input_streaming")
     schema = protocol.tool(fields, fields.require("input_schema", dict))
-    fields.finish()
+    fields.finish("cache_control", "strict", "eager_input_streaming")
     return schema
-
-
-def _text(content: str | list[Any], place: str) -> str:
-    return protocol.text_of(content, ("text",), place)
 
 
 def _message(value: Any, place: str, images: protocol.Images) -> list[dict[str, Any]]:
@@ -130,24 +116,22 @@ def _message(value: Any, place: str, images: protocol.Images) -> list[dict[str, 
 
 def _result(block: Any, place: str, images: protocol.Images) -> dict[str, Any]:
     fields = Fields(block, place)
-    fields.ignore("type", "cache_control")
-    given = fields.take("content", (str, list)) or ""
-    content = protocol.content_of(given, ("text",), place, images)
-    if fields.take("is_error", bool):
+    value = fields.take("content", (str, list)) or ""
+    content = protocol.content_of(value, ("text",), place, images)
+    if fields.flag("is_error"):
         content["content"] = f"Error: {content['content']}"
     call_id = fields.require("tool_use_id", str)
-    fields.finish()
+    fields.finish("type", "cache_control")
     return {"role": "tool", **content, "tool_call_id": call_id}
 
 
 def _call(block: Any, place: str) -> dict[str, Any]:
     fields = Fields(block, place)
-    fields.ignore("type", "cache_control", "caller")
-    made = protocol.call(
+    call = protocol.call(
         fields.require("name", str), fields.require("input", dict), fields.require("id", str)
     )
-    fields.finish()
-    return made
+    fields.finish("type", "cache_control", "caller")
+    return call
 
 
 def _reason(reply: Reply) -> dict[str, Any]:
@@ -194,7 +178,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
     blocks = 0
     async for item in items:
         match item:
-            case Begun(prompt):
+            case Accepted(prompt):
                 yield write("message_start", message=_head(envelope, prompt))
             case Piece(_, _, text):
                 if not blocks and not text:

@@ -10,9 +10,9 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tpu_rl.sampler.config import is_temperature
 from tpu_rl.serving.pump import Distribution
@@ -28,6 +28,9 @@ MAX_IMAGES = 32
 MAX_TOP_K = 2**30
 MIN_SHARE = 1e-30
 """The smallest top_p and min_p that float32 tells from 0."""
+
+
+Item = TypeVar("Item")
 
 
 class ApiError(Exception):
@@ -65,12 +68,17 @@ class Options:
 
     def distribution(self, default: Distribution) -> Distribution:
         """Return the distribution of tokens that the request asks for."""
-        given = {name: getattr(self, name) for name in Distribution._fields}
+        values = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+        }
         # OpenAI's and vLLM's values for "not truncated".
         neutral = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
         changes = {
             name: None if value in neutral.get(name, ()) else value
-            for name, value in given.items()
+            for name, value in values.items()
             if value is not None
         }
         return default._replace(**changes)
@@ -157,10 +165,27 @@ class Fields:
 
     def require(self, name: str, kinds: type | tuple[type, ...]) -> Any:
         """Return the value of a key that must be there."""
-        value = self.take(name, kinds)
-        if value is None:
+        if not self.has(name):
             raise ApiError(400, f"{self._place}{name} is missing", f"{self._place}{name}")
-        return value
+        return self.take(name, kinds)
+
+    def flag(self, name: str) -> bool:
+        """Return the value of a key that is true or false; false if it is missing or null."""
+        return bool(self.take(name, bool))
+
+    def items(
+        self, name: str, read: Callable[[Any, str], Item], may_be_empty: bool = True
+    ) -> list[Item]:
+        """Return `read(item, its place)` of each item of a list; none if it is missing."""
+        place = f"{self._place}{name}"
+        values = (self.take(name, list) or []) if may_be_empty else self.require(name, list)
+        if not values and not may_be_empty:
+            raise ApiError(400, f"{place} is empty", place)
+        return [read(value, f"{place}[{index}]") for index, value in enumerate(values)]
+
+    def has(self, name: str) -> bool:
+        """Return True if a key is there and not null."""
+        return self._values.get(name) is not None
 
     def only(self, name: str, *allowed: Any) -> None:
         """Take a key that may only have values which change nothing."""
@@ -177,16 +202,30 @@ class Fields:
         for name in names:
             self._values.pop(name, None)
 
-    def finish(self) -> None:
-        """Raise ApiError if a key is left."""
+    def finish(self, *ignored: str) -> None:
+        """Raise ApiError if a key is left; those in `ignored` do not change the answer."""
+        self.ignore(*ignored)
         for name in self._values:
             raise ApiError(400, f"unknown key {self._place}{name}", f"{self._place}{name}")
 
 
-def options(fields: Fields, logprobs: bool | None = None) -> Options:
-    """Return the options, which are the last keys that an object may have.
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
+"""Names of the limit of a completion, the newest first."""
 
-    A protocol that has other names for some of them has taken those before.
+
+def options(
+    fields: Fields,
+    logprobs: bool | None = None,
+    limits: Sequence[str] = TOKEN_LIMITS,
+    least_tokens: int = 1,
+) -> Options:
+    """Return the options. No other keys may be left in the object.
+
+    Args:
+        fields: the keys of the object.
+        logprobs: whether the answer has log-probs; None: the key `logprobs` says so.
+        limits: names of the limit of a completion. The first one that is there counts.
+        least_tokens: the smallest limit.
     """
     fields.ignore("model", "user", "metadata", "store", "safety_identifier", "return_token_ids")
     fields.only("n", 1)
@@ -194,35 +233,36 @@ def options(fields: Fields, logprobs: bool | None = None) -> Options:
         fields.only(name, 0)
     fields.only("logit_bias", {})
     stream_options = Fields(fields.take("stream_options", dict) or {}, "stream_options")
-    stream_usage = bool(stream_options.take("include_usage", bool))
-    stream_options.ignore("include_obfuscation")
-    stream_options.finish()
-    stop = fields.take("stop", (str, list)) or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
-        raise ApiError(400, f"stop is a text or a list of up to {MAX_STOPS} texts", "stop")
+    stream_usage = stream_options.flag("include_usage")
+    stream_options.finish("include_obfuscation")
+    tokens = [fields.take(name, int, lambda n: n >= least_tokens) for name in limits]
     number = (int, float)
     parsed = Options(
-        max_tokens=_max_tokens(fields),
+        max_tokens=next((n for n in tokens if n is not None), None),
         temperature=fields.take("temperature", number, is_temperature),
         top_k=fields.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K),
         top_p=fields.take("top_p", number, lambda p: MIN_SHARE <= p <= 1),
         min_p=fields.take("min_p", number, lambda p: p == 0 or MIN_SHARE <= p <= 1),
-        stop=stops,
+        stop=stop_strings(fields, "stop"),
         stop_token_ids=tuple(ids_of(fields.take("stop_token_ids", list) or [], "stop_token_ids")),
         seed=fields.take("seed", int),
-        logprobs=bool(fields.take("logprobs", bool)) if logprobs is None else logprobs,
-        stream=bool(fields.take("stream", bool)),
+        logprobs=fields.flag("logprobs") if logprobs is None else logprobs,
+        stream=fields.flag("stream"),
         stream_usage=stream_usage,
     )
     fields.finish()
     return parsed
 
 
-def _max_tokens(fields: Fields) -> int | None:
-    older = fields.take("max_tokens", int, lambda n: n >= 1)
-    newer = fields.take("max_completion_tokens", int, lambda n: n >= 1)
-    return newer or older
+def stop_strings(
+    fields: Fields, name: str, kinds: tuple[type, ...] = (str, list)
+) -> tuple[str, ...]:
+    """Return the texts that end a completion: the value of a key is one text, or a list of them."""
+    value = fields.take(name, kinds) or ()
+    stops = (value,) if isinstance(value, str) else tuple(value)
+    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
+        raise ApiError(400, f"{name} is a text or a list of up to {MAX_STOPS} texts", name)
+    return stops
 
 
 def ids_of(values: list[Any], place: str) -> list[int]:
@@ -256,8 +296,8 @@ def tool(fields: Fields, parameters: Any) -> dict[str, Any]:
 
 def call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
     """Return a call of a tool as messages have it: chat templates read arguments as an object."""
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return made if call_id is None else {"id": call_id, **made}
+    head = {} if call_id is None else {"id": call_id}
+    return {**head, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments(text: str, place: str) -> dict[str, Any]:
@@ -270,16 +310,6 @@ def arguments(text: str, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, f"{place} is not a JSON object", place)
     return value
-
-
-def text_of(value: str | list[Any], kinds: Collection[str], place: str) -> str:
-    """Return a content: a text, or a list of parts whose types are among `kinds`.
-
-    Raises:
-        ApiError: for other parts, as pictures.
-    """
-    content = content_of(value, kinds, place, None)
-    return content["content"]
 
 
 def content_of(
@@ -314,10 +344,9 @@ def content_of(
         if kind not in kinds:
             raise ApiError(400, f"{place} has a part that is no text", place)
         texts.append(fields.require("text", str))
-        # What answers have beside the text, and marks for caches.
-        fields.ignore("annotations", "logprobs", "cache_control")
         fields.only("citations", [])
-        fields.finish()
+        # What answers have beside the text, and marks for caches.
+        fields.finish("annotations", "logprobs", "cache_control")
     return {"content": "".join(texts)} | ({"images": names} if names else {})
 
 
@@ -335,24 +364,21 @@ def _image(fields: Fields, kind: str, place: str) -> bytes:
         form = source.require("type", str)
         if form != "base64":
             raise _no_fetch(place)
-        source.ignore("media_type")
         encoded = source.require("data", str)
-        source.finish()
+        source.finish("media_type")
     else:
         url = fields.require("image_url", (str, dict))
         if isinstance(url, dict):
             inner = Fields(url, f"{place}.image_url")
             url = inner.require("url", str)
-            inner.ignore("detail")
-            inner.finish()
+            inner.finish("detail")
         if not url.startswith("data:"):
             raise _no_fetch(place)
-        _, found, encoded = url.partition(";base64,")
-        if not found:
+        _, mark, encoded = url.partition(";base64,")
+        if not mark:
             raise ApiError(400, f"{place} has a data URL that is not base64", place)
-    fields.ignore("detail", "cache_control")
     fields.only("file_id", None)
-    fields.finish()
+    fields.finish("detail", "cache_control")
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):

@@ -32,7 +32,7 @@ class Closed(Exception):
     """The conversation was closed before its turn ended."""
 
 
-class Ask(NamedTuple):
+class PendingTurn(NamedTuple):
     """A turn that somebody waits for."""
 
     distribution: Any
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     future: Future[Any]
 
 
-Item = Ask | int
+Item = PendingTurn | int
 """A turn to decode, or a conversation to close."""
 OnGrown = Callable[[Turn], None]
 """Called with what a turn that goes on has so far, after each segment."""
@@ -75,7 +75,7 @@ class Pump:
         self._share = share
         self._samplers: dict[Hashable, ConversationSampler] = {}
         """Those that were used last come last."""
-        self._asked: dict[int, Ask] = {}
+        self._decoding: dict[int, PendingTurn] = {}
         """By conversation: the turns that are being decoded, of all processes."""
         self._futures: dict[int, Future[Turn]] = {}
         """By conversation: those who wait, of this process."""
@@ -84,7 +84,7 @@ class Pump:
         self._sampler_of: dict[int, ConversationSampler] = {}
         self._work: list[Work] = []
         self._incoming: queue.SimpleQueue[
-            tuple[Ask, Future[Turn], OnGrown | None] | Work | int | None
+            tuple[PendingTurn, Future[Turn], OnGrown | None] | Work | int | None
         ] = queue.SimpleQueue()
         """None only wakes the thread."""
         self._lock = threading.Lock()
@@ -93,16 +93,16 @@ class Pump:
 
     # --- any thread ---
 
-    def ask(
+    def submit(
         self, distribution: Hashable, request: TurnRequest, on_grown: OnGrown | None = None
     ) -> Future[Turn]:
-        """Ask for the next turn of a conversation. It has one turn at a time.
+        """PendingTurn for the next turn of a conversation. It has one turn at a time.
 
         `on_grown` is called in the thread that owns the devices.
         """
         future: Future[Turn] = Future()
-        asked = Ask(distribution, request, on_grown is not None)
-        self._put((asked, future, on_grown), future)
+        turn = PendingTurn(distribution, request, on_grown is not None)
+        self._put((turn, future, on_grown), future)
         return future
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
@@ -145,15 +145,15 @@ class Pump:
             if sampler.is_idle:
                 continue
             for turn in sampler.step():
-                del self._asked[turn.conversation]
+                del self._decoding[turn.conversation]
                 self._on_grown.pop(turn.conversation, None)
                 future = self._futures.pop(turn.conversation, None)
                 if future is not None:
                     future.set_result(turn)
             watched = [
                 conversation
-                for conversation, asked in self._asked.items()
-                if asked.is_watched and self._sampler_of.get(conversation) is sampler
+                for conversation, turn in self._decoding.items()
+                if turn.is_watched and self._sampler_of.get(conversation) is sampler
             ]
             for turn in sampler.grown(watched) if watched else ():
                 if turn.conversation in self._on_grown:
@@ -173,14 +173,14 @@ class Pump:
         self._futures.clear()
         self._on_grown.clear()
         self._work.clear()
-        self._asked.clear()
+        self._decoding.clear()
         self._samplers.clear()
         self._sampler_of.clear()
 
     @property
     def is_idle(self) -> bool:
         """True if no turn is being decoded."""
-        return not self._asked
+        return not self._decoding
 
     def _drain(self, wait_seconds: float) -> list[Item]:
         """Return the items that came in, and note who waits for each."""
@@ -207,10 +207,10 @@ class Pump:
                     self._on_grown[item.request.conversation] = on_grown
             items.append(item)
 
-    def _begin(self, ask: Ask) -> None:
-        conversation = ask.request.conversation
+    def _begin(self, turn: PendingTurn) -> None:
+        conversation = turn.request.conversation
         try:
-            self._sampler(ask).submit([ask.request])
+            self._sampler(turn).submit([turn.request])
         # What one request asks for may not end the server: no program may compile for it.
         except Exception as error:
             self._on_grown.pop(conversation, None)
@@ -218,20 +218,20 @@ class Pump:
             if future is not None:
                 future.set_exception(error)
             return
-        self._asked[conversation] = ask
+        self._decoding[conversation] = turn
 
-    def _sampler(self, ask: Ask) -> ConversationSampler:
+    def _sampler(self, turn: PendingTurn) -> ConversationSampler:
         """Return the sampler of a distribution. The conversation's cache may be in another one."""
-        sampler = self._samplers.pop(ask.distribution, None)
+        sampler = self._samplers.pop(turn.distribution, None)
         if sampler is None:
             idle = [key for key, other in self._samplers.items() if other.is_idle]
             for key in idle[: max(len(self._samplers) - MOST_SAMPLERS + 1, 0)]:
                 dropped = self._samplers.pop(key)
                 rest = self._sampler_of.items()
                 self._sampler_of = {key: other for key, other in rest if other is not dropped}
-            sampler = self._make_sampler(ask.distribution)
-        self._samplers[ask.distribution] = sampler
-        conversation = ask.request.conversation
+            sampler = self._make_sampler(turn.distribution)
+        self._samplers[turn.distribution] = sampler
+        conversation = turn.request.conversation
         before = self._sampler_of.get(conversation)
         if before is not None and before is not sampler:
             before.close(conversation)
@@ -242,7 +242,7 @@ class Pump:
         sampler = self._sampler_of.pop(conversation, None)
         if sampler is not None:
             sampler.close(conversation)
-        self._asked.pop(conversation, None)
+        self._decoding.pop(conversation, None)
         self._on_grown.pop(conversation, None)
         future = self._futures.pop(conversation, None)
         if future is not None:

@@ -1,7 +1,7 @@
 """A completion on its way to a client: what all routes translate into the events of their protocol.
 
 A route reads a request as a `ChatRequest` or `TextRequest`. What answers it is a stream of items:
-one `Begun`, a `Piece` for each token as it is drawn, and one `Reply`, which has the whole.
+one `Accepted`, a `Piece` for each token as it is drawn, and one `Reply`, which has the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW = 8
 """Tokens before a new one with which it is decoded."""
 
 
-class Begun(NamedTuple):
+class Accepted(NamedTuple):
     """The request is accepted."""
 
     prompt: list[int]
@@ -64,7 +64,7 @@ class Reply(NamedTuple):
         return "stop" if self.turn.stopped else "length"
 
 
-Item = Begun | Piece | Reply
+Item = Accepted | Piece | Reply
 Items = AsyncIterator[Item]
 
 
@@ -86,7 +86,7 @@ class Protocol(NamedTuple):
     parse: Callable[[Any], ChatRequest]
     answer: Callable[[Envelope, Reply], dict[str, Any]]
     events: Callable[[Envelope, Items], AsyncIterator[bytes]]
-    """The events of a stream, of which the first follows `Begun`."""
+    """The events of a stream, of which the first follows `Accepted`."""
 
 
 def event(data: Any, name: str | None = None) -> bytes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from tpu_rl.serving import protocol, replies
 from tpu_rl.serving.chat_completions import log_prob
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
-from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+from tpu_rl.serving.replies import Accepted, Envelope, Items, Piece, Protocol, Reply, event
 
 TEXTS = ("input_text", "output_text", "text")
 LOG_PROBS = "message.output_text.logprobs"
@@ -26,10 +25,7 @@ def parse(body: Any) -> ChatRequest:
     instructions = fields.take("instructions", str)
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
-    tools = [
-        _tool(value, f"tools[{index}]")
-        for index, value in enumerate(fields.take("tools", list) or [])
-    ]
+    tools = fields.items("tools", _tool)
     choice = fields.take("tool_choice", str, lambda choice: choice in ("auto", "none"))
     include = fields.take("include", list) or []
     for name in include:
@@ -46,9 +42,8 @@ def parse(body: Any) -> ChatRequest:
     fields.only("reasoning", {})
     fields.only("top_logprobs", 0)
     fields.ignore("prompt_cache_key", "prompt_cache_retention")
-    most = fields.take("max_output_tokens", int, lambda n: n >= 1)
-    options = protocol.options(fields, logprobs=LOG_PROBS in include)
-    options = replace(options, max_tokens=options.max_tokens if most is None else most)
+    limits = ("max_output_tokens", *protocol.TOKEN_LIMITS)
+    options = protocol.options(fields, logprobs=LOG_PROBS in include, limits=limits)
     return ChatRequest(messages, (tools or None) if choice != "none" else None, options, images)
 
 
@@ -57,9 +52,8 @@ def _tool(value: Any, place: str) -> dict[str, Any]:
     if fields.require("type", str) != "function":
         raise ApiError(400, f"{place} is no function, and no other tools are here", place)
     fields.only("defer_loading", False)
-    fields.ignore("strict")
     schema = protocol.tool(fields, fields.take("parameters", dict))
-    fields.finish()
+    fields.finish("strict")
     return schema
 
 
@@ -85,14 +79,11 @@ def _messages(value: str | list[Any], images: protocol.Images) -> list[dict[str,
             case "function_call":
                 name = fields.require("name", str)
                 text = fields.require("arguments", str)
-                made = protocol.call(
-                    name,
-                    protocol.arguments(text, f"{place}.arguments"),
-                    fields.require("call_id", str),
-                )
+                arguments = protocol.arguments(text, f"{place}.arguments")
+                call = protocol.call(name, arguments, fields.require("call_id", str))
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant"})
-                messages[-1].setdefault("tool_calls", []).append(made)
+                messages[-1].setdefault("tool_calls", []).append(call)
                 fields.ignore("caller", "namespace")
             case "function_call_output":
                 content = fields.require("output", (str, list))
@@ -198,7 +189,7 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
 
     async for item in items:
         match item:
-            case Begun():
+            case Accepted():
                 yield write("created", response=_response(envelope, None))
                 yield write("in_progress", response=_response(envelope, None))
             case Piece(token, value, text):

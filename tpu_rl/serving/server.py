@@ -20,13 +20,14 @@ END_SECONDS = 3.0
 """Time for the answers that are under way when the server ends."""
 
 
-def require_uvicorn() -> None:
-    """Raise MachineError if uvicorn is not installed."""
-    if importlib.util.find_spec("uvicorn") is None:
-        raise MachineError(
-            "the server needs the package uvicorn, which is not installed",
-            fix='pip install "tpu_rl[serve]"',
-        )
+def require_packages() -> None:
+    """Raise MachineError if a package of the server is not installed."""
+    for name in ("uvicorn", "starlette"):
+        if importlib.util.find_spec(name) is None:
+            raise MachineError(
+                f"the server needs the package {name}, which is not installed",
+                fix='pip install "tpu_rl[serve]"',
+            )
 
 
 def is_loopback(host: str) -> bool:

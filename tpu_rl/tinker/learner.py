@@ -188,24 +188,24 @@ class Learner:
                 "rank",
             )
         key = jax.random.key(spec.seed % 2**32, impl="threefry2x32")
-        own = models.random_adapters(self.model_of(spec), key, self.mesh)
-        return self.adapter_of(spec, own)
+        params = models.random_adapters(self.model_of(spec), key, self.mesh)
+        return self.adapter_of(spec, params)
 
-    def adapter_of(self, spec: LoraSpec, own: Params) -> Adapter:
-        """Return the adapter whose params, of its own rank, are these, before its first step."""
+    def adapter_of(self, spec: LoraSpec, params: Params) -> Adapter:
+        """Wrap params of the client's rank as an adapter before its first step."""
         zeros = Moments(self.zeros(), self.zeros(), jnp.zeros((), jnp.int32))
-        return Adapter(spec, self.padded(own), zeros)
+        return Adapter(spec, self.padded(params), zeros)
 
     def zeros(self) -> Params:
         """Return an adapter's params of zeros: the model itself."""
         return self._zeros()
 
-    def padded(self, own: Params) -> Params:
-        """Return params of a client's rank and targets as those of the largest rank."""
+    def padded(self, params: Params) -> Params:
+        """Pad params of a client's rank and targets with zeros to the largest rank."""
 
         def pad(path: tuple, shape: Any) -> np.ndarray:
             leaf = np.zeros(shape.shape, shape.dtype)
-            part: Any = own
+            part: Any = params
             for key in path:
                 part = {} if part is None else part.get(key.key)
             if part is not None:
@@ -216,7 +216,7 @@ class Learner:
         return sharding.put(host, self._shardings)
 
     def cut(self, spec: LoraSpec, params: Params) -> Params:
-        """Return params of the largest rank as those of a client: the inverse of `padded`."""
+        """Cut params of the largest rank to those of a client: the inverse of `padded`."""
         shapes = models.split(jax.eval_shape(self.model_of(spec).init, jax.random.key(0)))[1]
 
         def cut(path: tuple, shape: Any) -> Any:
@@ -429,5 +429,7 @@ def _adam_step(
     new = jax.tree.map(lambda x, update: x - rate * (update + decay * x), params, updates)
     result = (new, Moments(after.mu, after.nu, after.count))  # pyright: ignore[reportAttributeAccessIssue]
     finite = update_step.all_finite((result, norm))
-    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), result, (params, moments))
-    return *kept, norm, finite
+    params, moments = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), result, (params, moments)
+    )
+    return params, moments, norm, finite

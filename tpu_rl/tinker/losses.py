@@ -83,8 +83,8 @@ def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callabl
         log_probs = jnp.where(counts, log_probs, 0.0)
         old = jnp.where(counts, numbers.old_log_probs, 0.0)
         bounds = {"clip_low": numbers.clip_low, "clip_high": numbers.clip_high}
-        given = bounds if has_bounds else {}
-        return surrogate(log_probs, old, numbers.advantages, NO_ROWS, **given).losses
+        settings = bounds if has_bounds else {}
+        return surrogate(log_probs, old, numbers.advantages, NO_ROWS, **settings).losses
 
     return losses
 
@@ -177,10 +177,10 @@ def numbers_of(settings: Mapping[str, Any], datum: Datum, width: int) -> Numbers
     length = len(datum.tokens)
     targets = np.zeros((length, width), np.int32)
     weights = np.zeros((length, width), np.float32)
-    given = inputs["target_tokens"].reshape(length, -1)
-    targets[:, : given.shape[1]] = given
-    own = inputs.get("weights", np.ones(given.shape)).reshape(given.shape)
-    weights[:, : given.shape[1]] = own
+    token_ids = inputs["target_tokens"].reshape(length, -1)
+    shape = token_ids.shape
+    targets[:, : shape[1]] = token_ids
+    weights[:, : shape[1]] = inputs.get("weights", np.ones(shape)).reshape(shape)
     bounds = []
     for key, default in CLIP.items():
         bound = inputs.get(key, np.full(length, settings.get(key, default)))

@@ -86,43 +86,52 @@ def pack(
     rows, slots = _rows([data[index].tokens for index in order], row_multiple, share_prefixes)
     num_micro_batches, num_rows, row_length = rows.tokens.shape
 
-    # Each (slot, targets) once, in the order of the rows; data of a tree that agree have the same.
-    each = [losses.numbers_of(settings, data[index], width) for index in order]
-    numbers = Numbers(*map(np.concatenate, zip(*each, strict=True)))
-    pairs = np.column_stack([np.concatenate(slots), numbers.targets])
-    pairs, pair_of_token = np.unique(pairs, axis=0, return_inverse=True)
-    row_of_pair = pairs[:, 0] // row_length
-    place_of_pair = _places(row_of_pair)
-    # Rows are nearly full of pairs, and a branch adds one.
+    # The numbers of all tokens of all data, one after the other: N tokens.
+    parts = [losses.numbers_of(settings, data[index], width) for index in order]
+    numbers = Numbers(*map(np.concatenate, zip(*parts, strict=True)))
+
+    # Log-probs depend on a slot and on the targets after it, so each such target [1 + C] is
+    # computed once: M of them, in the order of the rows. Data of a tree that agree on both share
+    # one. `target_of_token` [N] leads from a token to its target.
+    slot_and_ids = np.column_stack([np.concatenate(slots), numbers.targets])
+    slot_and_ids, target_of_token = np.unique(slot_and_ids, axis=0, return_inverse=True)
+    target_row = slot_and_ids[:, 0] // row_length
+    target_column = _columns(target_row)
+    # Rows are nearly full of targets, and a branch adds one.
     eighth = row_length // 8
-    num_pairs = max(row_length, -(-int(place_of_pair.max() + 1) // eighth) * eighth)
+    num_targets = max(row_length, -(-int(target_column.max() + 1) // eighth) * eighth)
 
-    def per_pair(values: np.ndarray) -> np.ndarray:
-        shape = (num_micro_batches, num_rows, num_pairs)
-        return _scatter(values, row_of_pair, place_of_pair, shape, 0)
+    def of_targets(values: np.ndarray) -> np.ndarray:
+        shape = (num_micro_batches, num_rows, num_targets)
+        return _scatter(values, target_row, target_column, shape, 0)
 
-    pairs = pairs.astype(np.int32)
-    targets = Targets(per_pair(pairs[:, 0] % row_length), per_pair(pairs[:, 1:]))
+    slot_and_ids = slot_and_ids.astype(np.int32)
+    slot_in_row, token_ids = slot_and_ids[:, 0] % row_length, slot_and_ids[:, 1:]
+    targets = Targets(of_targets(slot_in_row), of_targets(token_ids))
 
-    row_of_token = row_of_pair[pair_of_token]
-    place_of_token = np.zeros_like(row_of_token)
-    by_row = np.argsort(row_of_token, kind="stable")
-    place_of_token[by_row] = _places(row_of_token[by_row])
-    num_tokens = max(row_length, packing.power_of_two(int(place_of_token.max() + 1)))
+    # The numbers of a token stand in the row of its target, in the order of the data.
+    token_row = target_row[target_of_token]
+    token_column = np.zeros_like(token_row)
+    by_row = np.argsort(token_row, kind="stable")
+    token_column[by_row] = _columns(token_row[by_row])
+    num_tokens = max(row_length, packing.power_of_two(int(token_column.max() + 1)))
 
-    def per_token(values: np.ndarray, padding: int = 0) -> np.ndarray:
+    def of_tokens(values: np.ndarray, padding: int = 0) -> np.ndarray:
         shape = (num_micro_batches, num_rows, num_tokens)
-        return _scatter(values, row_of_token, place_of_token, shape, padding)
+        return _scatter(values, token_row, token_column, shape, padding)
 
-    places: Any = per_token(place_of_pair[pair_of_token].astype(np.int32), padding=-1)
-    batch = Batch(rows, targets, Numbers(*map(per_token, numbers)), places)
-    where = row_of_token * num_pairs + place_of_pair[pair_of_token]
+    column_of_token = target_column[target_of_token]
+    places: Any = of_tokens(column_of_token.astype(np.int32), padding=-1)
+    batch = Batch(rows, targets, Numbers(*map(of_tokens, numbers)), places)
+
+    # The way back: the place of each token's target among all of [K, R, A].
+    flat_place = token_row * num_targets + column_of_token
     ends = np.cumsum([len(part) for part in slots])
 
     def unpack(values: np.ndarray) -> list[np.ndarray]:
-        flat = values.reshape(math.prod(values.shape[:3]), *values.shape[3:])[where]
-        parts = np.split(flat, ends[:-1])
-        return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda x: x[0])]
+        flat = values.reshape(math.prod(values.shape[:3]), *values.shape[3:])[flat_place]
+        by_datum = dict(zip(order, np.split(flat, ends[:-1]), strict=True))
+        return [by_datum[index] for index in range(len(data))]
 
     return batch, unpack
 
@@ -130,21 +139,24 @@ def pack(
 def _rows(
     texts: list[np.ndarray], row_multiple: int, share_prefixes: bool
 ) -> tuple[PackedRows, list[np.ndarray]]:
-    """Return the rows that the model reads, and the slot of each token of each text.
+    """Pack sorted texts into the rows that the model reads.
 
-    `texts` are sorted. Slots count over all rows.
+    Returns the rows, and the slot of each token of each text; slots count over all rows.
     """
+    # A text that shares nothing with the one before it is the root of a new tree.
     lengths = np.asarray([len(text) for text in texts])
     shared = np.zeros_like(lengths)
     if share_prefixes:
         shared[1:] = [_num_shared(*pair) for pair in itertools.pairwise(texts)]
     is_root = shared == 0
     tree = np.cumsum(is_root)
+    # A row fits the longest text, and up to LONGEST_TREE times as much for the largest tree.
     longest = int(lengths.max())
     largest_tree = int(np.bincount(tree, lengths - shared).max())
     shortest = max(SHORTEST_ROW, packing.power_of_two(longest))
     most = max(shortest, min(LONGEST_TREE * shortest, SLOTS_AT_ONCE))
     row_length = min(max(shortest, packing.power_of_two(largest_tree)), most)
+    # Only tokens that are not shared get slots of their own.
     column = np.arange(longest)
     layout = packing.assign_slots(
         (column >= shared[:, None]) & (column < lengths[:, None]),
@@ -179,19 +191,19 @@ def _rows(
     return rows, slots
 
 
-def _num_shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of leading tokens of `other` that stand in `one` only.
+def _num_shared(before: np.ndarray, text: np.ndarray) -> int:
+    """Count the leading tokens of `text` that the text before it has as well.
 
-    The last token of `other` is its own, so that each datum has one.
+    The last token never counts, so that each datum has a slot of its own.
     """
-    most = min(len(one), len(other) - 1)
-    differ = np.flatnonzero(one[:most] != other[:most])
+    most = min(len(before), len(text) - 1)
+    differ = np.flatnonzero(before[:most] != text[:most])
     common = int(differ[0]) if len(differ) else most
     return common if common >= WORTH_SHARING else 0
 
 
-def _places(rows: np.ndarray) -> np.ndarray:
-    """Return the place of each element within its row; `rows` are sorted."""
+def _columns(rows: np.ndarray) -> np.ndarray:
+    """Return the column of each element, counted within its row; `rows` are sorted."""
     return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 

@@ -30,8 +30,6 @@ from tpu_rl.types import Array, Model, Params, Policy
 
 PROMPT_COLUMNS = 64
 """Columns in which a prompt is read; doubled until it fits."""
-
-
 NOT_SCORED = -99999.0
 """The log-prob of token 0 in the alternatives of a token that is not scored."""
 
@@ -132,15 +130,16 @@ class RowWeights:
             adapter = self._snapshot(next(iter(distinct), None))
             self._stacks.clear()
             return self._plain, models.join(self._learner.base_params, adapter)
-        held, stack = self._stacks.get(len(names), ([], None))
+        row_names, stack = self._stacks.get(len(names), ([], None))
         if stack is None:
             first = next(name for name in names if name is not None)
-            held, stack = [first] * len(names), self._repeat(self._snapshot(first), len(names))
+            stack = self._repeat(self._snapshot(first), len(names))
+            row_names = [first] * len(names)
         for row, name in enumerate(names):
-            if name is not None and held[row] != name:
+            if name is not None and row_names[row] != name:
                 stack = self._put(stack, self._snapshot(name), row)
-                held[row] = name
-        self._stacks[len(names)] = (held, stack)
+                row_names[row] = name
+        self._stacks[len(names)] = (row_names, stack)
         policy = policy_of_rows(self._learner.model.config, len(names))
         return policy, (self._learner.base_params, stack)
 
@@ -242,8 +241,8 @@ def _add_prompt(response: Any, request: SampleRequest, learner: Learner, snapsho
         top_ids[first:] = scores.top_ids[first - 1 :]
         top_values[first:] = scores.top_log_probs[first - 1 :]
         if request.targets is not None:
-            given = np.where(request.targets >= 0, scores.log_probs[:, 1:], 0.0).astype("<f4")
-            response.target_prompt_logprobs.CopyFrom(_tensor_like(request, given))
+            values = np.where(request.targets >= 0, scores.log_probs[:, 1:], 0.0).astype("<f4")
+            response.target_prompt_logprobs.CopyFrom(_tensor_like(request, values))
     if request.prompt_log_probs:
         response.prompt_logprobs = log_probs.tobytes()
     if top:

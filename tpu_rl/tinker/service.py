@@ -34,7 +34,7 @@ from tpu_rl.sampler import Turn
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.serving.pump import Pump
 from tpu_rl.tinker import sampling
-from tpu_rl.tinker.learner import Adapter, Learner, LoraSpec
+from tpu_rl.tinker.learner import Adapter, Learner
 from tpu_rl.tinker.sampling import SampleRequest
 from tpu_rl.tinker.store import SCHEME, Store
 from tpu_rl.tokenizers import Tokenizer
@@ -461,7 +461,7 @@ class Service:
                 item.job.fail(error)
                 continue
             for turn in turns:
-                item.turns[turn.conversation] = self._pump.ask(item.request.decoding, turn)
+                item.turns[turn.conversation] = self._pump.submit(item.request.decoding, turn)
             self._active.append(item)
             count += len(turns)
 
@@ -553,7 +553,3 @@ class Service:
         name = secrets.randbits(62)
         self.snapshots.put(name, self.learner.snapshot(self.adapter(run)))
         return name
-
-    def create_adapter(self, spec: LoraSpec) -> Adapter:
-        """Return a new adapter."""
-        return self.learner.create(spec)

@@ -65,7 +65,7 @@ class Store:
         """
         folder = self.folder(path)
         spec = adapter.spec
-        own = self.learner.cut(spec, adapter.params)
+        params = self.learner.cut(spec, adapter.params)
         now = time.time()
         facts = {
             **about,
@@ -76,7 +76,7 @@ class Store:
         }
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = folder.parent / f".{folder.name}.{time.time_ns()}"
-        models.save_adapters(unfinished, self.learner.model_of(spec), own, self.base)
+        models.save_adapters(unfinished, self.learner.model_of(spec), params, self.base)
         if folder.parent.name == "weights":
             save_file(self._optimizer(adapter), unfinished / OPTIMIZER)
         (unfinished / ABOUT).write_text(json.dumps(facts))
@@ -116,15 +116,15 @@ class Store:
                 f"{path} has rank {spec.rank}, but this server has at most "
                 f"{self.learner.max_rank} (--max-lora-rank)",
             )
-        own = models.load_adapters(folder, self.learner.base)[1]
-        adapter = self.learner.adapter_of(spec, own)
+        params = models.load_adapters(folder, self.learner.base)[1]
+        adapter = self.learner.adapter_of(spec, params)
         if with_optimizer:
             arrays = load_file(folder / OPTIMIZER)
-            mu, nu = (self._tree(arrays, name, own) for name in ("mu", "nu"))
+            mu, nu = (self._tree(arrays, name, params) for name in ("mu", "nu"))
             count = jnp.asarray(arrays["count"])
             adapter.moments = Moments(mu, nu, count)
             if any(name.startswith("gradients/") for name in arrays):
-                adapter.gradients = self._tree(arrays, "gradients", own)
+                adapter.gradients = self._tree(arrays, "gradients", params)
             adapter.steps = about["steps"]
         return adapter
 
@@ -164,9 +164,8 @@ class Store:
 
     def set_expiry(self, path: str, seconds: int | None) -> None:
         """Keep what is saved at a path for this time from now on."""
-        about = self.describe(path) | {
-            "expires": None if seconds is None else time.time() + seconds
-        }
+        expires = None if seconds is None else time.time() + seconds
+        about = self.describe(path) | {"expires": expires}
         folder = self.folder(path)
         (folder / ABOUT).write_text(json.dumps(about))
         (folder / manifests.MANIFEST).unlink()
@@ -179,14 +178,14 @@ class Store:
 
     def paths(self, run: str | None = None) -> Iterator[str]:
         """Yield the paths of all that is saved, or of one run, the oldest first."""
-        found = []
+        times_and_paths = []
         for file in self.root.glob(f"*/*/*/{ABOUT}"):
             name, kind, owner = (part.name for part in list(file.parents)[:3])
             path = f"{SCHEME}{owner.replace('_', ':')}/{kind}/{name}"
             is_wanted = run is None or owner == run.replace(":", "_")
             if is_wanted and kind in KINDS and not name.startswith("."):
-                found.append((file.stat().st_mtime, path))
-        yield from (path for _, path in sorted(found))
+                times_and_paths.append((file.stat().st_mtime, path))
+        yield from (path for _, path in sorted(times_and_paths))
 
     def size(self, path: str) -> int:
         """Return the bytes that are saved at a path."""

@@ -16,7 +16,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tpu_rl.serving.protocol import ApiError
 
-CONTENT_TYPE = "application/x-protobuf"
 LENGTH = 1
 """The value of `SampledSequence.stop_reason` of a completion that reached its limit; 0: stopped."""
 DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}

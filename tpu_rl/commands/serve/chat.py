@@ -30,10 +30,12 @@ from typing import Any
 
 import tyro
 
-from tpu_rl import run_files
+from tpu_rl import ranges, run_files
 from tpu_rl.commands import saved_run
 from tpu_rl.commands.serve import model_app
+from tpu_rl.commands.serve.model_app import ModelLength
 from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.ranges import Count
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.config import is_temperature
 from tpu_rl.serving.app import Account, App
@@ -56,9 +58,9 @@ class Flags:
     """The system message."""
     temperature: float = 1.0
     """0 takes the likeliest tokens."""
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     """Tokens of an answer."""
-    max_model_len: int | None = None
+    max_model_len: ModelLength | None = None
     """Tokens of a conversation. The default is that of the run, or what the model was trained for,
     at most 4096."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -91,11 +93,7 @@ def check(flags: Flags) -> None:
     if not is_temperature(flags.temperature):
         where = "--temperature"
         raise InputError(f"--temperature is {flags.temperature}", where=where, fix="use 0 to 100")
-    for name in ("max_new_tokens", "max_model_len"):
-        value = getattr(flags, name)
-        if value is not None and value < 1 + (name == "max_model_len"):
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} is {value}", where=flag, fix="give a larger number")
+    ranges.check(flags, "--")
 
 
 class Speaker:
@@ -187,10 +185,10 @@ def speaker(name: str, flags: Flags) -> Iterator[Speaker]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="chat", daemon=True)
     thread.start()
-    made = Speaker(name, app, account, loop)
-    made.reset(flags.system)
+    loaded = Speaker(name, app, account, loop)
+    loaded.reset(flags.system)
     try:
-        yield made
+        yield loaded
     finally:
         app.pump.end(InputError("the chat is over"))
         loop.call_soon_threadsafe(loop.stop)
@@ -218,8 +216,8 @@ def converse(speakers: list[Speaker], flags: Flags) -> None:
         if command == "/quit":
             return
         if command in ("/reset", "/system"):
-            for one in speakers:
-                one.reset(value.strip() if command == "/system" else flags.system)
+            for speaker in speakers:
+                speaker.reset(value.strip() if command == "/system" else flags.system)
         elif command == "/temperature":
             options = with_temperature(options, value)
         elif command == "/image":
@@ -227,8 +225,8 @@ def converse(speakers: list[Speaker], flags: Flags) -> None:
         elif command.startswith("/"):
             print(f"{command} is none of {', '.join(COMMANDS)}", file=sys.stderr)
         else:
-            for one in speakers:
-                say(one, line, options, images, is_alone=len(speakers) == 1)
+            for speaker in speakers:
+                say(speaker, line, options, images, is_alone=len(speakers) == 1)
             images = []
 
 

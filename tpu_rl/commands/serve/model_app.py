@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 
@@ -18,6 +18,7 @@ from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig
+from tpu_rl.ranges import In
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, SegmentConfig, text_scorer
@@ -30,6 +31,10 @@ from tpu_rl.types import Params
 
 MOST_IMAGES = 256
 """Images that a server keeps. A conversation sends its own with each request."""
+
+
+ModelLength = Annotated[int, In("[2, inf)")]
+"""Tokens of a conversation: one of the prompt, and one of the answer, at least."""
 
 
 class Sizes(NamedTuple):

@@ -15,6 +15,7 @@ the model, and sample from them, run elsewhere.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import itertools
 import os
@@ -22,26 +23,27 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 import tyro
 
-from tpu_rl import models
+from tpu_rl import models, ranges
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, roles, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.commands.serve import model_app
+from tpu_rl.commands.serve.model_app import ModelLength
 from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.ranges import Count, In
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import TurnRequest
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
-from tpu_rl.tinker.app import TinkerApp
 from tpu_rl.tinker.learner import Learner
 from tpu_rl.tinker.service import Service
 from tpu_rl.tinker.store import Store
@@ -51,7 +53,6 @@ KEY_VARIABLE = "TPU_RL_API_KEY"
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
-MOST_RANK = 128
 OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "remat", "state_dir")
 """Flags that need --tinker."""
 
@@ -67,10 +68,10 @@ class Flags:
     api_key: str | None = None
     """Key that requests must have (Authorization: Bearer KEY). The default is the value of the
     environment variable TPU_RL_API_KEY, which no list of processes shows."""
-    max_model_len: int | None = None
+    max_model_len: ModelLength | None = None
     """Tokens of a conversation, prompt included. The default is that of the run, or what the model
     was trained for, at most 4096."""
-    max_num_seqs: int = 8
+    max_num_seqs: Count = 8
     """Completions decoded at once."""
     temperature: float = 1.0
     """The default of requests. Each other temperature that a request asks for compiles programs of
@@ -89,10 +90,10 @@ class Flags:
     begin with tml-."""
     served_model_name: str | None = None
     """--tinker: the name by which clients ask for the model, besides MODEL itself."""
-    max_lora_rank: int = 32
+    max_lora_rank: Annotated[int, In("[1, 128]")] = 32
     """--tinker: the largest rank of an adapter, at most 128. Adapters of smaller ranks take as much
     memory and time."""
-    max_loras: int = 16
+    max_loras: Count = 16
     """--tinker: training clients at once."""
     remat: Literal["full", "save-dots", "none"] = "full"
     """--tinker: what the backward pass computes again, as --model.remat in training. "none" is the
@@ -105,7 +106,7 @@ def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("serve"), description=__doc__)
     try:
         check(flags)
-        server.require_uvicorn()
+        server.require_packages()
         pixels = (flags.min_pixels, flags.max_pixels)
         config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
         bound = server.bind(flags.host, flags.port)
@@ -122,17 +123,19 @@ def api_key(flags: Flags) -> str | None:
     return flags.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
+def key_check(flags: Flags) -> Callable[[str | None], bool]:
+    """Return a function that says whether a key, or None without one, is right."""
+    key = api_key(flags)
+    return lambda text: key is None or hmac.compare_digest((text or "").encode(), key.encode())
+
+
 def check(flags: Flags) -> None:
     """Check the flags.
 
     Raises:
         InputError: if a number is out of range, or others could reach a server without a key.
     """
-    for name in ("max_model_len", "max_num_seqs", "max_loras", "max_lora_rank"):
-        value = getattr(flags, name)
-        flag = f"--{name.replace('_', '-')}"
-        if value is not None and value < 1 + (name == "max_model_len"):
-            raise InputError(f"{flag} is {value}", where=flag, fix="give a larger number")
+    ranges.check(flags, "--")
     least, most = TEMPERATURES
     if not is_temperature(flags.temperature):
         raise InputError(
@@ -148,9 +151,10 @@ def check(flags: Flags) -> None:
             fix=f"give --api-key or set {KEY_VARIABLE}; or leave out --host",
         )
     if not flags.tinker:
-        given = [name for name in OF_TINKER if getattr(flags, name) != getattr(Flags(""), name)]
-        if given:
-            flag = f"--{given[0].replace('_', '-')}"
+        values, defaults = asdict(flags), asdict(Flags(""))
+        changed = [name for name in OF_TINKER if values[name] != defaults[name]]
+        if changed:
+            flag = f"--{changed[0].replace('_', '-')}"
             raise InputError(f"{flag} is a setting of --tinker", where=flag, fix="give --tinker")
         return
     key = api_key(flags)
@@ -158,7 +162,6 @@ def check(flags: Flags) -> None:
     for flag, is_wrong, why in (
         ("--tokenizer", flags.tokenizer != TokenizerConfig(), "clients load their own tokenizer"),
         ("--temperature", flags.temperature != 1.0, "each request of a client has its own"),
-        ("--max-lora-rank", flags.max_lora_rank > MOST_RANK, f"the most is {MOST_RANK}"),
         ("--api-key", is_wrong_key, "the client accepts keys only that begin with tml-"),
     ):
         if is_wrong:
@@ -169,41 +172,33 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     """Load the model, and answer requests until a signal comes."""
     language, params = saved_run.load_language(flags.model, config)
     length = flags.max_model_len or saved_run.trained_length(flags.model, config)
-    key = api_key(flags)
-    accounts: list[app.Account] = []
-
-    def find_account(given: str | None) -> app.Account | None:
-        is_right = key is None or hmac.compare_digest((given or "").encode(), key.encode())
-        return accounts[0] if is_right else None
-
-    name = Path(flags.model).name or flags.model
+    numbers = itertools.count()
+    account = app.Account(language.tokenizer, numbers, most_idle=2 * flags.max_num_seqs)
+    is_right = key_check(flags)
     application = model_app.make(
         model_app.Sizes(length, flags.max_num_seqs),
         language,
         params,
-        name,
+        Path(flags.model).name or flags.model,
         Distribution(flags.temperature),
-        find_account,
-        is_open=key is None,
+        lambda key: account if is_right(key) else None,
+        is_open=api_key(flags) is None,
     )
     pump = application.pump
-    numbers = itertools.count()
-    idle = 2 * flags.max_num_seqs
-    accounts.append(app.Account(language.tokenizer, numbers, most_idle=idle))
     print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
     warm_up(pump, application.default, language)
-    running = server.Server(application, bound)
-    running.start()
-    page = f"{running.url.removesuffix('v1')} in a browser talks to it"
-    line = f"serving {flags.model} at {running.url}; {page} (Ctrl-C ends it)"
-    print(line, file=sys.stderr, flush=True)
-    is_over = watch_signals(pump.wake)
-    try:
-        while not is_over():
-            decode(pump)
-    finally:
+    # The package starlette is there, as checked before.
+    from tpu_rl.serving import routes
+
+    def line(url: str) -> str:
+        page = f"{url.removesuffix('v1')} in a browser talks to it"
+        return f"serving {flags.model} at {url}; {page} (Ctrl-C ends it)"
+
+    def end() -> None:
         pump.end(InputError("the server ends"))
-        running.stop()
+
+    asgi = routes.application(application)
+    answer(server.Server(asgi, bound), line, lambda: decode(pump), pump.wake, end)
 
 
 def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
@@ -228,33 +223,58 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
         slots = flags.max_num_seqs
         runs = flags.max_loras
         service = Service(learner, language.tokenizer, saved, num_slots=slots, most_runs=runs)
-    names = (flags.served_model_name, directory, flags.model)
-    key = api_key(flags)
+    names = [name for name in (flags.served_model_name, directory, flags.model) if name]
+    is_open = api_key(flags) is None
+    # The package starlette is there, as checked before.
+    from tpu_rl.tinker.app import TinkerApp
+
     application = TinkerApp(
         service,
         language.tokenizer,
-        tuple(dict.fromkeys(name for name in names if name)),
+        tuple(dict.fromkeys(names)),
         directory,
-        lambda given: key is None or hmac.compare_digest((given or "").encode(), key.encode()),
-        is_open=key is None,
+        key_check(flags),
+        is_open,
     )
-    running = server.Server(application, bound)
-    running.start()
-    url = running.url.removesuffix("/v1")
-    print(
-        f"serving {application.names[0]} to clients of Tinker (Ctrl-C ends it):\n"
-        f"  export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-local' if key is None else 'KEY'}",
-        file=sys.stderr,
-        flush=True,
-    )
-    is_over = watch_signals(service.wake)
+
+    def line(url: str) -> str:
+        key = "tml-local" if is_open else "KEY"
+        return (
+            f"serving {names[0]} to clients of Tinker (Ctrl-C ends it):\n"
+            f"  export TINKER_BASE_URL={url.removesuffix('/v1')} TINKER_API_KEY={key}"
+        )
+
+    asgi = application.application()
     with jax.set_mesh(mesh):
-        try:
-            while not is_over():
-                service.step(POLL_SECONDS)
-        finally:
-            service.end()
-            running.stop()
+        step = functools.partial(service.step, POLL_SECONDS)
+        answer(server.Server(asgi, bound), line, step, service.wake, service.end)
+
+
+def answer(
+    running: server.Server,
+    line: Callable[[str], str],
+    step: Callable[[], None],
+    wake: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
+    """Run a server until a signal comes.
+
+    Args:
+        running: the server, which is not started.
+        line: its URL -> what to print once it answers.
+        step: does the next work of the devices, or waits for some.
+        wake: lets `step` return soon.
+        end: ends the work.
+    """
+    running.start()
+    print(line(running.url), file=sys.stderr, flush=True)
+    is_over = watch_signals(wake)
+    try:
+        while not is_over():
+            step()
+    finally:
+        end()
+        running.stop()
 
 
 def decode(pump: Pump) -> None:
@@ -271,7 +291,7 @@ def warm_up(pump: Pump, distribution: Distribution, language: roles.Language) ->
     prompt = [language.tokenizer.pad_id]
     for _ in range(2):
         request = TurnRequest(WARM_UP, prompt, np.zeros(2, np.uint32), 1)
-        future = pump.ask(distribution, request)
+        future = pump.submit(distribution, request)
         while not future.done():
             pump.step(0.0)
         prompt = [*prompt, *future.result().tokens, *prompt]

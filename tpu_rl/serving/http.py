@@ -1,0 +1,204 @@
+"""HTTP as all servers here speak it: routes, limits of requests, keys, and errors as JSON.
+
+`application` makes an ASGI application of a table of endpoints. Starlette matches the paths and
+writes the responses. The module is imported only where a server starts, since training and `chat`
+work without that package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route, request_response
+from starlette.types import Receive, Scope, Send
+
+from tpu_rl.errors import TpuRlError
+from tpu_rl.serving import protocol
+from tpu_rl.serving.protocol import ApiError
+from tpu_rl.serving.pump import Closed
+from tpu_rl.serving.replies import event
+
+MAX_BODY_BYTES = 8 * 2**20
+BODY_SECONDS = 30.0
+"""Time in which a body must arrive."""
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+ErrorBody = Callable[[ApiError], dict[str, Any]]
+
+
+class Endpoint(NamedTuple):
+    """A method and a path, and the function that answers its requests."""
+
+    method: str
+    path: str
+    """A path of starlette, such as /sessions/{session_id}."""
+    answer: Callable[[Request, Any], Any]
+    """(request, value of its body) -> JSON value, bytes in protocol buffers, a stream of events, or
+    a `Response`; it may be a coroutine. `request.state.account` is what the key stands for."""
+    needs_key: bool = True
+    is_json: bool = True
+    """True if the body must be JSON; other bodies come as bytes."""
+
+
+def application(
+    endpoints: Sequence[Endpoint],
+    find_account: Callable[[str | None], Any],
+    rest: Endpoint,
+    *,
+    is_open: bool,
+    error_body: Callable[[str], ErrorBody] = lambda path: ApiError.as_body,
+    middleware: Sequence[Middleware] = (),
+) -> Starlette:
+    """Return the ASGI application of a table of endpoints.
+
+    Args:
+        endpoints: the table.
+        find_account: API key, or None without one -> account; None or False if the key is wrong.
+        rest: answers the requests that no endpoint matches, whatever their methods and paths.
+        is_open: no key is needed. Then only requests to a loopback name are answered, so that no
+            page in a browser reaches the server by a name of its own.
+        error_body: path -> the form of its errors.
+        middleware: of starlette.
+    """
+
+    def responder(endpoint: Endpoint) -> Callable[[Request], Any]:
+        async def respond(request: Request) -> Response:
+            as_body = error_body(request.scope["path"])
+            try:
+                # Also of a request that is refused: a client that still sends while the connection
+                # closes reads no answer.
+                body = await read_body(request) if request.method in ("POST", "PUT") else b""
+                _require_loopback_name(request, is_open)
+                if endpoint.needs_key:
+                    request.state.account = find_account(api_key(request))
+                    if not request.state.account:
+                        raise ApiError(
+                            401, "the API key is missing or wrong", code="invalid_api_key"
+                        )
+                content = endpoint.answer(request, _value(endpoint, request, body))
+                if inspect.isawaitable(content):
+                    content = await content
+                if isinstance(content, AsyncGenerator):
+                    return EventStream(await anext(content), content, as_body)
+                return content if isinstance(content, Response) else _response(content)
+            except Exception as raised:
+                error = as_api_error(raised)
+                # The rest of a body that is late is not read.
+                headers = {"connection": "close"} if error.status == 408 else None
+                return Response(json.dumps(as_body(error)), error.status, headers, JSON)
+
+        return respond
+
+    routes = [Route(e.path, responder(e), methods=[e.method]) for e in endpoints]
+    # The last route matches everything, and comes before an earlier one of another method.
+    routes = [*routes, Mount("", request_response(responder(rest)))]
+    return Starlette(routes=routes, middleware=middleware)
+
+
+def _value(endpoint: Endpoint, request: Request, body: bytes) -> Any:
+    """Return the value of a body; None of a request that has none.
+
+    Browsers send bodies of other types than JSON without a question to the server first.
+    """
+    if request.method not in ("POST", "PUT") or not endpoint.is_json:
+        return body
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != JSON:
+        raise ApiError(415, "the content type is not application/json")
+    return protocol.parse_json(body, "the body")
+
+
+def _response(content: Any) -> Response:
+    if isinstance(content, bytes):
+        return Response(content, media_type=PROTOBUF)
+    return Response(json.dumps(content), media_type=JSON)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. An exception becomes the last event.
+
+    The stream is closed when it ends, and when the client has gone.
+    """
+
+    def __init__(self, first: bytes, others: AsyncGenerator[bytes], error_body: ErrorBody):
+        super().__init__(
+            self._parts(first, error_body),
+            headers={"content-type": "text/event-stream", "cache-control": "no-cache"},
+        )
+        self._others = others
+
+    async def _parts(self, first: bytes, error_body: ErrorBody) -> AsyncIterator[bytes]:
+        yield first
+        try:
+            async for part in self._others:
+                yield part
+        except Exception as raised:
+            yield event(error_body(as_api_error(raised)), "error")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._others):
+            await super().__call__(scope, receive, send)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return an exception as an answer. No request may end the server."""
+    match error:
+        case ApiError():
+            return error
+        case TpuRlError():
+            return ApiError(400, str(error))
+        case Closed():
+            return ApiError(410, "the episode is over", code="closed")
+        case ClientDisconnect():
+            return ApiError(400, "the client has gone")
+    logging.getLogger(__name__).error("a request failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}")
+
+
+def _require_loopback_name(request: Request, is_open: bool) -> None:
+    """Raise ApiError if a request to a server without a key has another name for this machine."""
+    host = re.sub(r":\d+$", "", request.headers.get("host", ""))
+    if is_open and host not in LOOPBACK_NAMES:
+        raise ApiError(403, "a server without a key answers requests to a loopback name only")
+
+
+def api_key(request: Request) -> str | None:
+    """Return the key of the header x-api-key, or of Authorization: Bearer KEY; None without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return request.headers.get("x-api-key", "").strip() or bearer or None
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: if it is too long, or does not arrive in time.
+    """
+    body = bytearray()
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                # The rest of a body that is too long is dropped as it comes.
+                if size <= MAX_BODY_BYTES:
+                    body += piece
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
