@@ -192,7 +192,7 @@ def check_all(settings: Any, flag: str = "--") -> None:
 
 
 def _flag(flag: str, name: str) -> str:
-    """Return the flag of a field, as in "--algorithm.kl-coef"; `flag` is "--" for the first."""
+    """Write the flag of a field, as in "--algorithm.kl-coef"; `flag` is "--" for the first."""
     return f"{flag}{'' if flag == '--' else '.'}{name.replace('_', '-')}"
 
 
