@@ -95,6 +95,17 @@ def test_a_setting_that_does_not_go_with_others_is_named(settings, what, where, 
     assert (error.value.what, error.value.where, error.value.fix) == (what, where, fix)
 
 
+@dataclass(frozen=True)
+class WithCoef(Related):
+    coef: float = 0.1
+
+
+def test_a_default_of_a_subclass_is_on():
+    ranges.check(WithCoef(target=1.0))
+    with pytest.raises(InputError, match="free does not go with coef"):
+        ranges.check(WithCoef(free=True))
+
+
 def test_settings_that_go_together_are_taken():
     ranges.check(Related(credit="turn", gamma=0.5, coef=0.1, target=1.0))
     ranges.check(Related(kind="plain", credit="step", free=False))

@@ -260,7 +260,7 @@ class ExperienceSpec(NamedTuple):
         return KINDS[self.source]
 
     def shares(self, prompts: int) -> dict[str, int]:
-        """Return role -> number of the `prompts` prompts that it completes.
+        """Share the `prompts` prompts out: role -> number of those that it completes.
 
         Roles that complete none are left out. The data bring completions of the other prompts.
         """
@@ -274,7 +274,7 @@ class ExperienceSpec(NamedTuple):
 def pairs_from(
     source: str, *, graded: bool = False, reference_log_probs: bool = False
 ) -> ExperienceSpec:
-    """Return the spec of pairs that the data bring ("given") or that a role samples.
+    """Make the spec of pairs that the data bring ("given") or that a role samples.
 
     Args:
       source: "given", or the name of the role.

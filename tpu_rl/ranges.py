@@ -8,9 +8,10 @@ Each is declared on its field, and `check` refuses what breaks it:
     kl_target: Annotated[Positive | None, Needs("kl_reward_coef", "kl_loss_coef")] = None
     reference_free: Annotated[bool, Conflicts("reference_mix")] = False
 
-A setting is set if it is not its default. It is on if it is set and is neither None, nor False,
-nor 0, nor empty; if its default is None, any number is on. Settings that the dataclass does not
-have are off. A dataclass that inherits from `Checked` is checked whenever one is made.
+A setting is set if it is not its default. It is on if it differs from the default of the class
+that declared it first, and is neither False, nor 0, nor empty; if that default is None, any number
+is on. Settings that the dataclass does not have are off. A dataclass that inherits from `Checked`
+is checked whenever one is made.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def check_all(settings: Any, flag: str = "--") -> None:
 
 
 def _flag(flag: str, name: str) -> str:
-    """Return the flag of a field, as in "--algorithm.kl-coef"; `flag` is "--" for the first."""
+    """Write the flag of a field, as in "--algorithm.kl-coef"; `flag` is "--" for the first."""
     return f"{flag}{'' if flag == '--' else '.'}{name.replace('_', '-')}"
 
 
@@ -213,13 +214,15 @@ def _is_set(settings: Any, name: str) -> bool:
 
 
 def _is_on(settings: Any, name: str) -> bool:
-    if not _is_set(settings, name):
+    # A subclass may have another default, at which the setting is on.
+    bases = [base for base in reversed(type(settings).__mro__) if dataclasses.is_dataclass(base)]
+    defaults = [f.default for base in bases for f in dataclasses.fields(base) if f.name == name]
+    if not defaults:
         return False
     value = _values(settings)[name]
-    has_default = any(
-        f.name == name and f.default is not None for f in dataclasses.fields(settings)
-    )
-    return bool(value) if has_default else value is not None
+    if defaults[0] is None:
+        return value is not None
+    return value != defaults[0] and bool(value)
 
 
 @functools.cache

@@ -99,7 +99,10 @@ def surface() -> dict[str, Any]:
     default = config.preset(config.DEFAULT_PRESET)
     for name in algorithm_names():
         kind = importlib.import_module("tpu_rl.algos.plugins").find(name)
-        algorithms[name] = {field.name: repr(field.default) for field in dataclasses.fields(kind)}
+        algorithms[name] = {
+            field.name: "required" if field.default is dataclasses.MISSING else repr(field.default)
+            for field in dataclasses.fields(kind)
+        }
     return {
         "presets": presets,
         "flags": dict(flat(plain_values.to_dict(default))),

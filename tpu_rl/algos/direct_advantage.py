@@ -128,7 +128,7 @@ def direct_advantage(config: DirectAdvantageConfig, roles: Roles, sampling: Samp
 
 
 def step_advantages(rollout: Rollout, learned: Array, ends: Array | None) -> Array:
-    """Return A_k at every token of step k, [N, T]: the step's rewards, for the first step minus
+    """Compute A_k at every token of step k, [N, T]: the step's rewards, for the first step minus
     their mean over the group."""
     sums = advantages.turn_sums(rollout.rewards, learned, ends)
     is_first = learned & (jnp.cumsum(learned, axis=1) == 1)

@@ -128,7 +128,7 @@ class DpoConfig(RobustSettings):
             raise InputError(problem, where=f"--algorithm.{flag}", fix="see --help-all")
 
     def _problem(self) -> tuple[str, str]:
-        """Return the field at fault in a conflict between settings, and the conflict, or ""."""
+        """Find the field at fault in a conflict between settings, and the conflict, or ""."""
         if self.reference_mix > 0 and self.reference == "none":
             return "reference_mix", f"{self.loss} has no reference that could move"
         names = self.weights

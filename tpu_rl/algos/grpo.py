@@ -234,7 +234,7 @@ def weighted_thoughts(weight: float, end: tuple[int, ...]) -> Part:
         return replace(
             batch,
             advantages=batch.advantages * factors,
-            shares=batch.shares | {"thoughts": in_thought},
+            shares=batch.shares | {"policy/thoughts": in_thought},
         )
 
     return Part(batch=batch)

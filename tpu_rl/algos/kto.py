@@ -168,7 +168,7 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 def _mismatched_log_ratios(
     roles: Roles, params: Params, pairs: Pairs, rows_at_once: int, row_length: int
 ) -> Array:
-    """Return s of each row's prompt with the completion of the next group, [N].
+    """Compute s of each row's prompt with the completion of the next group, [N].
 
     Each of these sequences has a packed row of its own.
     """
@@ -187,7 +187,7 @@ def _mismatched_log_ratios(
 
 
 def _mean_by_step(values: Array, exists: Array, minibatch: Array, minibatches: int) -> Array:
-    """Return the mean of values [N] over the rows of each optimizer step, [M]."""
+    """Compute the mean of values [N] over the rows of each optimizer step, [M]."""
 
     def step_totals(row_values: Array) -> Array:
         counted = jnp.where(exists, row_values, 0.0)

@@ -20,7 +20,7 @@ from tpu_rl.errors import InputError
 
 
 def find(name: str) -> type:
-    """Return the class of the configuration of an algorithm.
+    """Find the class of the configuration of an algorithm.
 
     Args:
         name: the name of a factory in ALGORITHMS, such as "grpo", or "FILE.py:FACTORY".
@@ -61,7 +61,7 @@ def from_file(path: str) -> type:
 
 
 def config_class(factory: Callable[..., Any], path: str) -> type:
-    """Return the class that annotates the first parameter of a factory.
+    """Find the class that annotates the first parameter of a factory.
 
     Raises:
         InputError: if the factory or the class is not of the form that algorithms have.
@@ -89,7 +89,7 @@ def config_class(factory: Callable[..., Any], path: str) -> type:
 
 
 def display_name(config: Any) -> str:
-    """Return the name of a configuration's algorithm for people, such as "Grpo"."""
+    """Give the name of a configuration's algorithm for people, such as "Grpo"."""
     return type(config).__name__.rpartition(":")[2].removesuffix("Config")
 
 

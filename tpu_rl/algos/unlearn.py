@@ -68,7 +68,7 @@ class UnlearnConfig(ranges.Checked):
 
 
 def ce_u(logits: Array, tokens: Array) -> Array:
-    """Return -sum_{k != y} q_k log p_k for logits [..., V] and tokens y [...]."""
+    """Compute -sum_{k != y} q_k log p_k for logits [..., V] and tokens y [...]."""
     is_token = jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
     without = jnp.where(is_token == tokens[..., None], -jnp.inf, logits)
     target = jax.lax.stop_gradient(jax.nn.softmax(without))

@@ -19,7 +19,7 @@ from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
-from tpu_rl.models.attention import flash, gpu_decode, gpu_trials
+from tpu_rl.models.attention import flash, gpu_decode
 from tpu_rl.models.attention.cudnn import unsupported_reason
 from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
@@ -364,6 +364,8 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
 
 def _decode_obstacle(config: DecoderConfig, mesh: Mesh) -> str:
     """Return why the kernel for GPUs cannot compute a model's decode steps; "" if it can."""
+    from tpu_rl.models.attention import gpu_trials
+
     reason = gpu_decode.unsupported_reason(config.attention, mesh.devices.flat[0])
     if reason:
         return reason
@@ -373,6 +375,8 @@ def _decode_obstacle(config: DecoderConfig, mesh: Mesh) -> str:
 
 def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
     """Return why cuDNN cannot compute a model's attention; "" if it can."""
+    from tpu_rl.models.attention import gpu_trials
+
     reason = unsupported_reason(config, row_length, mesh)
     return reason or gpu_trials.failure_reason(config.attention, mesh, gpu_trials.cudnn_error)
 

@@ -36,25 +36,25 @@ Advantage = Callable[[Array, Array, Array], Array]
 
 
 def dense_ids(ids: Array) -> Array:
-    """Return numbers below N that are equal where `ids` [N] are."""
+    """Make numbers below N that are equal where `ids` [N] are."""
     return jnp.searchsorted(jnp.sort(ids), ids)
 
 
 def _group_total(values: Array, group_id: Array) -> Array:
-    """Return the sum over each row's group, [N]."""
+    """Compute the sum over each row's group, [N]."""
     # Group ids may be of any size; segments are below N.
     segment = dense_ids(group_id)
     return jax.ops.segment_sum(values, segment, num_segments=len(segment))[segment]
 
 
 def _group_max(values: Array, group_id: Array) -> Array:
-    """Return the largest value of each row's group, [N]."""
+    """Compute the largest value of each row's group, [N]."""
     segment = dense_ids(group_id)
     return jax.ops.segment_max(values, segment, num_segments=len(segment))[segment]
 
 
 def _group_moments(returns: Array, group_id: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """Return the count of each row's group, the return minus the group's mean, and the group's
+    """Compute the count of each row's group, the return minus the group's mean, and the group's
     standard deviation, each [N]."""
     scored = lengths > 0
     # Subtract the group's lowest return first, so that equal returns are exactly zero. The float32
@@ -166,12 +166,12 @@ def unequal_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
 
 
 def group_count(returns: Array, group_id: Array, lengths: Array) -> Array:
-    """Return the number of scored completions in each row's group, [N]."""
+    """Compute the number of scored completions in each row's group, [N]."""
     return _group_moments(returns, group_id, lengths)[0]
 
 
 def group_success(returns: Array, group_id: Array, lengths: Array) -> Array:
-    """Return the share of the scored completions of each row's group whose return is above 0, [N].
+    """Compute the share of the scored completions of each row's group whose return is above 0, [N].
 
     Zero for rows that are not scored.
     """
@@ -179,7 +179,7 @@ def group_success(returns: Array, group_id: Array, lengths: Array) -> Array:
 
 
 def group_mean(returns: Array, group_id: Array, lengths: Array) -> Array:
-    """Return the mean over the scored completions of each row's group, [N].
+    """Compute the mean over the scored completions of each row's group, [N].
 
     Zero for rows that are not scored.
     """
@@ -188,7 +188,7 @@ def group_mean(returns: Array, group_id: Array, lengths: Array) -> Array:
 
 
 def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
-    """Return a penalty that falls linearly over the last `buffer` tokens before the limit, [N].
+    """Compute a penalty that falls linearly over the last `buffer` tokens before the limit, [N].
 
     It is 0 up to limit - buffer tokens and -1 at `limit` (DAPO, arXiv 2503.14476, eq. 13).
     """
@@ -262,7 +262,7 @@ def returns_to_go(
 
 
 def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
-    """Return 1 - 1 / (alpha l) for lengths l [N] in tokens (VAPO, arXiv 2504.05118, section 4.2).
+    """Compute 1 - 1 / (alpha l) for lengths l [N] in tokens (VAPO, arXiv 2504.05118, section 4.2).
 
     The weights lam^t of a trace then add up to alpha l. Below 1 / alpha tokens the formula is
     negative, which the paper does not mention; the result there is 0.
@@ -271,7 +271,7 @@ def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
 
 
 def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
-    """Return beta log mean exp(return / beta) over the last axis, [..., n] -> [...].
+    """Compute beta log mean exp(return / beta) over the last axis, [..., n] -> [...].
 
     This estimates V*(x) of the KL-regularized problem from n completions of the reference (A*-PO,
     arXiv 2505.20686, eq. 4). NaN if none of them is scored.
@@ -284,14 +284,14 @@ def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
 
 
 def step_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) -> Array | None:
-    """Return True at actions that are one of these tokens, [N, T]; None without separators."""
+    """Mark actions that are one of these tokens, [N, T]; None without separators."""
     if not separators:
         return None
     return action_mask & jnp.isin(tokens, jnp.asarray(separators, tokens.dtype))
 
 
 def thoughts(tokens: Array, action_mask: Array, end: tuple[int, ...]) -> Array:
-    """Return True at the actions of thoughts, [N, T]: those up to the first `end` of a row.
+    """Mark the actions of thoughts, [N, T]: those up to the first `end` of a row.
 
     `end` are the ids of the tokens that end a thought, in their order; they are of the thought,
     too. They count behind the prompt, also where they were forced and are no actions. A completion
@@ -309,7 +309,7 @@ def thoughts(tokens: Array, action_mask: Array, end: tuple[int, ...]) -> Array:
 
 
 def turn_starts(action_mask: Array, ends: Array | None = None) -> Array:
-    """Return True at the first action of each turn, [N, T]."""
+    """Mark the first action of each turn, [N, T]."""
     continues = action_mask if ends is None else action_mask & ~ends
     return action_mask & ~jnp.pad(continues, ((0, 0), (1, 0)))[:, :-1]
 
@@ -317,12 +317,12 @@ def turn_starts(action_mask: Array, ends: Array | None = None) -> Array:
 def turn_ids(
     action_mask: Array, episode_id: Array | None = None, ends: Array | None = None
 ) -> Array:
-    """Return the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
+    """Compute the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
     return jnp.where(action_mask, _so_far(turn_starts(action_mask, ends), episode_id), 0)
 
 
 def _so_far(values: Array, episode_id: Array | None) -> Array:
-    """Return the sum of `values` up to each token of its episode, [N, T]."""
+    """Compute the sum of `values` up to each token of its episode, [N, T]."""
     sums = jnp.cumsum(values, axis=1)
     if episode_id is None:
         return sums
@@ -333,7 +333,7 @@ def _so_far(values: Array, episode_id: Array | None) -> Array:
 
 
 def turn_sums(values: Array, action_mask: Array, ends: Array | None = None) -> Array:
-    """Return, at the first action of each turn, the sum over the turn; 0 elsewhere, [N, T]."""
+    """Compute, at the first action of each turn, the sum over the turn; 0 elsewhere, [N, T]."""
 
     def step(following: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         value, chosen, starts = token
@@ -495,7 +495,7 @@ def _compare_turns(
     scored: Array,
     ends: Array | None = None,
 ) -> Array:
-    """Return `advantage` of turns among those with the same number in `compared` [N, T]."""
+    """Compute `advantage` of turns among those with the same number in `compared` [N, T]."""
     # What counts are the first actions of turns, with the lengths of their turns.
     counted = jnp.where(scored[:, None], turn_sums(mask.astype(jnp.float32), mask, ends), 0.0)
     values = advantage(returns.reshape(-1), compared.reshape(-1), counted.reshape(-1))
@@ -503,7 +503,7 @@ def _compare_turns(
 
 
 def observation_ids(tokens: Array, mask: Array, group_id: Array) -> Array:
-    """Return numbers that are equal where the same observation precedes a turn of a group, [N, T].
+    """Make numbers that are equal where the same observation precedes a turn of a group, [N, T].
 
     Only those at the first actions of turns have a meaning. Observations are compared by two hashes
     of 32 bits each.
@@ -558,7 +558,7 @@ def per_episode(
 
 
 def episode_totals(values: Array, episode_id: Array | None) -> Array:
-    """Return the sum of `values` [N] over the rows of each row's episode, [N]."""
+    """Compute the sum of `values` [N] over the rows of each row's episode, [N]."""
     if episode_id is None:
         return values
     segment = _episode_segments(episode_id)
@@ -566,7 +566,7 @@ def episode_totals(values: Array, episode_id: Array | None) -> Array:
 
 
 def episode_lengths(starts: Array, ends: Array, episode_id: Array) -> Array:
-    """Return the largest end of the rows of an episode minus the start of its first, [N]."""
+    """Compute the largest end of the rows of an episode minus the start of its first, [N]."""
     size = len(ends)
     segment = _episode_segments(episode_id)
     first = jax.ops.segment_min(jnp.arange(size), segment, num_segments=size)[segment]
@@ -574,7 +574,7 @@ def episode_lengths(starts: Array, ends: Array, episode_id: Array) -> Array:
 
 
 def _episode_segments(episode_id: Array) -> Array:
-    """Return the number of each row's episode in the order of rows, from 0, [N].
+    """Compute the number of each row's episode in the order of rows, from 0, [N].
 
     Padding rows at the end may have any id: rows that are no neighbors are no episode.
     """
@@ -582,7 +582,7 @@ def _episode_segments(episode_id: Array) -> Array:
 
 
 def _of_next_row(values: Array, decay: Array, episode_id: Array) -> Array:
-    """Return x of the row after each row of an episode, 0 after its last, [N].
+    """Compute x of the row after each row of an episode, 0 after its last, [N].
 
     x is values + decay x of the next row. All arrays are [N].
     """
@@ -599,6 +599,6 @@ def _of_next_row(values: Array, decay: Array, episode_id: Array) -> Array:
 
 
 def _at_first(values: Array, mask: Array) -> Array:
-    """Return the value at the first token of each row's mask, 0 if it is empty, [N]."""
+    """Compute the value at the first token of each row's mask, 0 if it is empty, [N]."""
     first = jnp.take_along_axis(values, mask.argmax(-1)[:, None], axis=1)[:, 0]
     return jnp.where(mask.any(-1), first, 0.0)

@@ -93,7 +93,7 @@ def of_groups(
             rollout, draft.rewards, draft.returns, baseline, credit, score_norms=norms, **settings
         )
         compared = compared_turns(rollout, credit, settings.get("separators", ()))
-        shares = {} if compared is None else {"compared": compared}
+        shares = {} if compared is None else {"policy/compared": compared}
         return draft._replace(advantages=values, shares={**draft.shares, **shares})
 
     return compare

@@ -15,12 +15,12 @@ from tpu_rl.types import Array
 
 
 def log_softmax(logits: Array) -> Array:
-    """Return the log-probabilities of logits [..., V]."""
+    """Compute the log-probabilities of logits [..., V]."""
     return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def kl(p_logits: Array, q_logits: Array) -> Array:
-    """Return KL(P || Q) = sum_v P(v) log(P(v) / Q(v))."""
+    """Compute KL(P || Q) = sum_v P(v) log(P(v) / Q(v))."""
     return _kl(log_softmax(p_logits), log_softmax(q_logits))
 
 
@@ -29,7 +29,7 @@ def _kl(log_p: Array, log_q: Array) -> Array:
 
 
 def jensen_shannon(student_logits: Array, teacher_logits: Array, beta: float) -> Array:
-    """Return the generalized Jensen-Shannon divergence of teacher P and student Q (GKD, arXiv
+    """Compute the generalized Jensen-Shannon divergence of teacher P and student Q (GKD, arXiv
     2306.13649, eq. 1).
 
         M   = beta P + (1 - beta) Q
@@ -50,8 +50,9 @@ def jensen_shannon(student_logits: Array, teacher_logits: Array, beta: float) ->
 
 
 def total_variation(p_logits: Array, q_logits: Array, half: bool = True) -> Array:
-    """Return 1/2 sum_v |P(v) - Q(v)|, from 0 to 1: the largest difference in the probability of any
-    event.
+    """Compute 1/2 sum_v |P(v) - Q(v)|, from 0 to 1.
+
+    It is the largest difference in the probability of any event.
 
     If `half` is False it is the L1 distance, from 0 to 2, which some code calls by the same name.
     """
@@ -60,7 +61,7 @@ def total_variation(p_logits: Array, q_logits: Array, half: bool = True) -> Arra
 
 
 def coarsen(logits: Array, tokens: Array) -> Array:
-    """Return the log-probabilities of some tokens, and of all others together.
+    """Compute the log-probabilities of some tokens, and of all others together.
 
     A divergence of coarsened distributions is never negative, and never above that of the whole
     ones. With the k likeliest tokens of a teacher, its other probabilities need not be known.
@@ -79,5 +80,5 @@ def coarsen(logits: Array, tokens: Array) -> Array:
 
 
 def top(logits: Array, k: int) -> Array:
-    """Return the k likeliest tokens [..., k], the likeliest first."""
+    """Compute the k likeliest tokens [..., k], the likeliest first."""
     return jax.lax.top_k(logits, k)[1]

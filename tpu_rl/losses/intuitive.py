@@ -25,7 +25,7 @@ from tpu_rl.types import MIXED_INPUTS, Array, PackedRows, Params, Role
 
 
 def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) -> Array:
-    """Return the policy's likeliest token at the place of each token in `mask`, and the token
+    """Compute the policy's likeliest token at the place of each token in `mask`, and the token
     itself elsewhere, [R, S] int32, without gradients."""
 
     def likeliest(tokens: Array, states: Array) -> Array:
@@ -41,7 +41,7 @@ def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) 
 def mixed_log_probs(
     role: Role, params: Params, rows: PackedRows, mask: Array, mix: float, name: str = "policy"
 ) -> Array:
-    """Return the log-probs of tokens after mixed inputs, [R, S].
+    """Compute the log-probs of tokens after mixed inputs, [R, S].
 
     Args:
       role: the policy.
@@ -59,7 +59,7 @@ def mixed_log_probs(
 
 
 def propagated(losses: Array, weights: Array, sequence_ids: Array, gamma: float) -> Array:
-    """Return sum_t l_t c_t / sum_t c_t of each token's own sequence, [R, S].
+    """Compute sum_t l_t c_t / sum_t c_t of each token's own sequence, [R, S].
 
     Args:
       losses: [R, S], l.

@@ -165,12 +165,12 @@ def following(states: Array, previous: Array) -> Array:
 
 
 def vocabulary(role: Role, params: Params, hidden: Array) -> int:
-    """Return the number of logits that a role has per hidden state."""
+    """Compute the number of logits that a role has per hidden state."""
     return jax.eval_shape(role.logits, params, hidden).shape[-1]
 
 
 def tokens_at_once(*vocabularies: int) -> int:
-    """Return the number of tokens whose logits, of models with these vocabulary sizes, a device
+    """Compute the number of tokens whose logits, of models with these vocabulary sizes, a device
     holds at once."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.size > 1:
@@ -305,7 +305,7 @@ def _gradients(
     learned: list[bool],
     gradient: Any,
 ) -> tuple[Any, Any]:
-    """Return the gradients of `weights` and `hidden`, None for those that are not `learned`.
+    """Compute the gradients of `weights` and `hidden`, None for those that are not `learned`.
 
     `chunks` are the tokens and their previous slots, and `gradient` is that of the stacked outputs.
     """
@@ -361,7 +361,7 @@ def _gradients(
 
 
 def log_probs_of_logits(logits: Array, tokens: Array, exact: bool = False) -> tuple[Array, Array]:
-    """Return log-probs and entropies [...] of tokens [...] under logits [..., V].
+    """Compute log-probs and entropies [...] of tokens [...] under logits [..., V].
 
     It is logit - max - log(sum(exp(logits - max))), in the order of `sampler.token_sampling`. With
     `exact`, equal logits then give log-probs of equal bits. That is 1.5 times as fast as
@@ -401,7 +401,7 @@ def _log_probs_with_residuals(
 def _log_probs_of_logits_gradient(
     exact: bool, residuals: Any, gradients: tuple[Any, Any]
 ) -> tuple[Array, None]:
-    """Return the gradient of the logits, without a scatter into the vocabulary.
+    """Compute the gradient of the logits, without a scatter into the vocabulary.
 
     d log p(token) / d z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H).
     """
@@ -432,12 +432,12 @@ _log_probs_of_logits.defvjp(
 
 
 def k1(log_probs: Array, reference_log_probs: Array) -> Array:
-    """Return log(policy / reference): unbiased, high variance, may be negative."""
+    """Compute log(policy / reference): unbiased, high variance, may be negative."""
     return log_probs - reference_log_probs
 
 
 def k2(log_probs: Array, reference_log_probs: Array) -> Array:
-    """Return half the squared log-ratio.
+    """Compute half the squared log-ratio.
 
     It is biased, but on policy its expected gradient is exactly that of the KL.
     """
@@ -445,6 +445,6 @@ def k2(log_probs: Array, reference_log_probs: Array) -> Array:
 
 
 def k3(log_probs: Array, reference_log_probs: Array) -> Array:
-    """Return reference / policy - 1 - log(reference / policy): unbiased and never negative."""
+    """Compute reference / policy - 1 - log(reference / policy): unbiased and never negative."""
     difference = reference_log_probs - log_probs
     return jnp.expm1(difference) - difference

@@ -17,28 +17,28 @@ from tpu_rl.types import Array, Sum
 
 
 def total(values: Array, mask: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """Return the sum of `values` where `mask` is True."""
+    """Compute the sum of `values` where `mask` is True."""
     return jnp.sum(jnp.where(mask, values, 0.0), axis=axis)
 
 
 def mean(values: Array, mask: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """Return the mean of `values` where `mask` is True, or zero where the mask is empty."""
+    """Compute the mean of `values` where `mask` is True, or zero where the mask is empty."""
     return total(values, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
 
 
 def last(mask: Array) -> Array:
-    """Return True at the last token of each row's mask, [N, T]."""
+    """Mark the last token of each row's mask, [N, T]."""
     following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
     return mask & (following == 1)
 
 
 def average(values: Array, mask: Array) -> Sum:
-    """Return a metric: the mean of `values` where `mask` is True."""
+    """Make a metric: the mean of `values` where `mask` is True."""
     return Sum(total(values, mask), mask.sum().astype(jnp.float32))
 
 
 def weighted_average(values: Array, weights: Array) -> Sum:
-    """Return a metric: the mean of `values` under `weights`; zero weights count nothing."""
+    """Make a metric: the mean of `values` under `weights`; zero weights count nothing."""
     return Sum(total(weights * values, weights > 0), weights.sum())
 
 
@@ -75,7 +75,7 @@ def sequence_total(values: Array, sequence_ids: Array) -> Array:
 
 
 def sequence_count(mask: Array, sequence_ids: Array) -> Array:
-    """Return [] int: the number of sequences that have a token in `mask`, in packed rows [R, S]."""
+    """Count the sequences, [], that have a token in `mask`, in packed rows [R, S]."""
 
     def row_count(row: Array, ids: Array) -> Array:
         tokens = jax.ops.segment_sum(row.astype(jnp.int32), ids, num_segments=row.shape[0] + 1)
@@ -85,7 +85,7 @@ def sequence_count(mask: Array, sequence_ids: Array) -> Array:
 
 
 def sequence_max(values: Array, sequence_ids: Array) -> Array:
-    """Return the largest value of each token's own sequence, in packed rows [R, S] -> [R, S].
+    """Compute the largest value of each token's own sequence, in packed rows [R, S] -> [R, S].
 
     Zero where the sequence id is 0; see `sequence_total`.
     """
@@ -135,7 +135,7 @@ def constant_length(mask: Array, minibatch: Array, minibatches: int, length: int
 
 
 def weighting(aggregation: LossAggregation, length: int = 1) -> Weighting:
-    """Return the weights' function of that name; `length` is the one of "constant_length"."""
+    """Make the weights' function of that name; `length` is the one of "constant_length"."""
     match aggregation:
         case "token_mean":
             return token_mean

@@ -24,7 +24,7 @@ LEARNED_DROP = 20.0
 
 
 def is_inside(logits: Array, top_p: float) -> Array:
-    """Return [..., V] bool: the token is in the nucleus of softmax(logits [..., V]).
+    """Say whether each token is in the nucleus of softmax(logits [..., V]), [..., V] bool.
 
     Tokens as likely as the last one that is needed are inside, too.
     """
@@ -36,12 +36,12 @@ def is_inside(logits: Array, top_p: float) -> Array:
 
 
 def restrict(logits: Array, others: Array, top_p: float, drop: float) -> Array:
-    """Return logits [..., V], less `drop` outside of the nucleus of the others [..., V]."""
+    """Compute logits [..., V], less `drop` outside of the nucleus of the others [..., V]."""
     return jnp.where(is_inside(jax.lax.stop_gradient(others), top_p), logits, logits - drop)
 
 
 def restricted_role(policy: Role, mask: Role, top_p: float, temperature: float) -> Role:
-    """Return the policy in the nucleus of `mask` at the sampling temperature, as a role.
+    """Restrict the policy to the nucleus of `mask` at the sampling temperature, as a role.
 
     Its hidden states are those of both, side by side.
     """

@@ -60,7 +60,7 @@ class PolicyBatch:
     temperature: Array | None = struct.field(default=None, kw_only=True)
     """The temperature that the batch was sampled at, if it changes from batch to batch."""
     shares: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
-    """Numbers of tokens by name. The metric policy/NAME is their mean over the actions."""
+    """Metric -> a number of each token. The metric is the mean over the actions."""
     extras: dict[str, Any] = struct.field(default_factory=dict, kw_only=True)
     """What a single part or method adds, by a name of its own."""
 

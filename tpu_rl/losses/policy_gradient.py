@@ -164,7 +164,7 @@ def policy_loss(
 def share_metrics(batch: PolicyBatch) -> Metrics:
     """Average `PolicyBatch.shares` over the actions."""
     mask = batch.action_mask
-    return {f"policy/{name}": masked.average(x, mask) for name, x in batch.shares.items()}
+    return {name: masked.average(x, mask) for name, x in batch.shares.items()}
 
 
 def policy_metrics(

@@ -134,7 +134,7 @@ def _first_action(action_mask: Array) -> Array:
 
 
 def pair_metrics(chosen: Array, rejected: Array, weights: Array) -> Metrics:
-    """Return the metrics of pairs with these rewards; a tie is half right. All arrays are [R, S].
+    """Compute the metrics of pairs with these rewards; a tie is half right. All arrays are [R, S].
 
     Slots with weight zero count nothing.
     """
@@ -151,7 +151,7 @@ def pair_metrics(chosen: Array, rejected: Array, weights: Array) -> Metrics:
 
 
 def sigmoid(chosen: Array, rejected: Array, beta: float, label_smoothing: float = 0.0) -> Array:
-    """Return -(1 - e) log sigmoid(d) - e log sigmoid(-d) with d = beta (chosen - rejected).
+    """Compute -(1 - e) log sigmoid(d) - e log sigmoid(-d) with d = beta (chosen - rejected).
 
     DPO (arXiv 2305.18290, equation 7). With e > 0 it is conservative DPO (E. Mitchell, 2023), for
     labels that are wrong with probability e. With averaged s it is the length-normalized DPO of
@@ -164,7 +164,7 @@ def sigmoid(chosen: Array, rejected: Array, beta: float, label_smoothing: float 
 
 
 def robust(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
-    """Return [-(1 - e) log sigmoid(d) + e log sigmoid(-d)] / (1 - 2 e) with d = beta (chosen -
+    """Compute [-(1 - e) log sigmoid(d) + e log sigmoid(-d)] / (1 - 2 e) with d = beta (chosen -
     rejected).
 
     If a share e < 1/2 of the labels is flipped, its expectation is the DPO loss of the clean labels
@@ -177,7 +177,7 @@ def robust(chosen: Array, rejected: Array, beta: float, label_smoothing: float) 
 
 
 def ipo(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return (chosen - rejected - 1 / (2 beta))^2, for averaged s (IPO, arXiv 2310.12036, eq. 17).
+    """Compute (chosen - rejected - 1 / (2 beta))^2, for averaged s (IPO, arXiv 2310.12036, eq. 17).
 
     The margin has a target and does not grow without bound. The paper's authors confirmed to
     implementers that s is averaged.
@@ -186,18 +186,18 @@ def ipo(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def hinge(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return max(0, 1 - beta (chosen - rejected)) (SLiC, arXiv 2305.10425, parametrized as DPO)."""
+    """Compute max(0, 1 - beta (chosen - rejected)) (SLiC, arXiv 2305.10425, with DPO's s)."""
     return jax.nn.relu(1 - beta * (chosen - rejected))
 
 
 def simpo(chosen: Array, rejected: Array, beta: float, margin: float) -> Array:
-    """Return -log sigmoid(beta (chosen - rejected) - margin), for averaged s without a reference
+    """Compute -log sigmoid(beta (chosen - rejected) - margin), for averaged s without a reference
     (SimPO, arXiv 2405.14734, equation 6)."""
     return -jax.nn.log_sigmoid(beta * (chosen - rejected) - margin)
 
 
 def alphapo(chosen: Array, rejected: Array, beta: float, margin: float, alpha_po: float) -> Array:
-    """Return `simpo` of the rewards r = (1 - p^-alpha) / alpha in place of log p, where p = e^s
+    """Compute `simpo` of the rewards r = (1 - p^-alpha) / alpha in place of log p, where p = e^s
     (AlphaPO, arXiv 2501.03884, equation 7).
 
     Alpha 0 is SimPO. With alpha below 0 the reward grows with p slower than log p does, and with
@@ -213,7 +213,7 @@ def alphapo(chosen: Array, rejected: Array, beta: float, margin: float, alpha_po
 
 
 def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
-    """Return q log(q / (1 - e)) + (1 - q) log((1 - q) / e) with q = sigmoid(beta (chosen -
+    """Compute q log(q / (1 - e)) + (1 - q) log((1 - q) / e) with q = sigmoid(beta (chosen -
     rejected)).
 
     This is KL(model || labels) over the two completions, where the labels are (1 - e, e): the
@@ -227,7 +227,7 @@ def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> 
 
 
 def apo_zero(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return 1 - sigmoid(beta chosen) + sigmoid(beta rejected) (APO-zero, arXiv 2408.06266).
+    """Compute 1 - sigmoid(beta chosen) + sigmoid(beta rejected) (APO-zero, arXiv 2408.06266).
 
     It raises chosen and lowers rejected.
     """
@@ -235,7 +235,7 @@ def apo_zero(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def apo_down(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected)) (APO-down, arXiv
+    """Compute sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected)) (APO-down, arXiv
     2408.06266).
 
     It lowers both, and rejected more: for a policy that is better than the chosen completions.
@@ -244,7 +244,7 @@ def apo_down(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def nca(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return -log sigmoid(beta chosen) - 1/2 log sigmoid(-beta chosen) - 1/2 log sigmoid(-beta
+    """Compute -log sigmoid(beta chosen) - 1/2 log sigmoid(-beta chosen) - 1/2 log sigmoid(-beta
     rejected).
 
     Noise-contrastive alignment with two completions (NCA, arXiv 2402.05369). The likelihood of the
@@ -255,13 +255,13 @@ def nca(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def sppo(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2 (SPPO with hard labels, arXiv
+    """Compute (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2 (SPPO with hard labels, arXiv
     2405.00675)."""
     return jnp.square(chosen - 0.5 / beta) + jnp.square(rejected + 0.5 / beta)
 
 
 def bco_pair(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return -log sigmoid(beta chosen) - log sigmoid(-beta rejected).
+    """Compute -log sigmoid(beta chosen) - log sigmoid(-beta rejected).
 
     The pair as two judged completions of BCO (arXiv 2404.04656), without its baseline: TRL's
     bco_pair, and the quality term of MPO (arXiv 2411.10442).
@@ -270,7 +270,7 @@ def bco_pair(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def discopop(chosen: Array, rejected: Array, beta: float, temperature: float = 0.05) -> Array:
-    """Return (1 - g) log(1 + e^-d) + g e^-d with d = beta (chosen - rejected) and g = sigmoid(d /
+    """Compute (1 - g) log(1 + e^-d) + g e^-d with d = beta (chosen - rejected) and g = sigmoid(d /
     temperature).
 
     The log-ratio modulated loss, which was found by search (DiscoPOP, arXiv 2406.08414). It is
@@ -284,7 +284,7 @@ def discopop(chosen: Array, rejected: Array, beta: float, temperature: float = 0
 
 
 def orpo(chosen: Array, rejected: Array, beta: float) -> Array:
-    """Return -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), for averaged s
+    """Compute -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), for averaged s
     without a reference (ORPO, arXiv 2403.07691, equation 6).
 
     odds = p / (1 - p), where p = e^s is the geometric mean of the token probabilities. The first
@@ -296,7 +296,7 @@ def orpo(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def _log1mexp(x: Array) -> Array:
-    """Return log(1 - e^x) for x < 0, without loss of digits near either end.
+    """Compute log(1 - e^x) for x < 0, without loss of digits near either end.
 
     M. Maechler, "Accurately computing log(1 - exp(-|a|))", 2012. x is kept a little below zero,
     where the odds would be infinite.
@@ -313,7 +313,7 @@ def _log1mexp(x: Array) -> Array:
 def bradley_terry(
     chosen: Array, rejected: Array, margin: Array | float = 0.0, centering: float = 0.0
 ) -> Array:
-    """Return -log sigmoid(chosen - rejected - margin) + centering (chosen + rejected)^2.
+    """Compute -log sigmoid(chosen - rejected - margin) + centering (chosen + rejected)^2.
 
     The scores are rewards. The first term is the negative log-likelihood that chosen wins (Bradley
     and Terry, Biometrika 39, 1952) by a margin that the data give (Llama 2, arXiv 2307.09288,
@@ -385,7 +385,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 def conflict(
     name: str, label_smoothing: float, divergence: Divergence, alpha: float
 ) -> tuple[str, str]:
-    """Return the setting at fault and why the settings do not go together; ("", "") if they do."""
+    """Find the setting at fault and why the settings do not go together; ("", "") if they do."""
     loss = PAIR_LOSSES[name]
     if not 0 <= label_smoothing < 0.5:
         return "label_smoothing", f"label smoothing {label_smoothing} is not in [0, 0.5)"
@@ -431,7 +431,7 @@ def match_by_rank(scores: Pair, is_pair: Array) -> Pair:
 
 
 def matched_loss(function: Callable[[Array, Array], Array], scores: Pair, matched: Pair) -> Array:
-    """Return the loss of matched scores, shared between the pairs that they come from.
+    """Compute the loss of matched scores, shared between the pairs that they come from.
 
     Its sum over the pairs is that of function(k-th chosen, k-th rejected), and so is its gradient.
     Each pair reads the other's score as a constant, so pairs may be in any micro-batch.
@@ -464,7 +464,7 @@ def tail_weights(action_mask: Array, group_id: Array, tail_weight: float) -> Arr
 
 
 def kto(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
-    """Return 1 - sigmoid(beta (s - baseline)) for a good completion and 1 - sigmoid(beta (baseline
+    """Compute 1 - sigmoid(beta (s - baseline)) for a good completion and 1 - sigmoid(beta (baseline
     - s)) for a bad one (KTO, arXiv 2402.01306).
 
     The baseline is KL(policy || reference), estimated on completions of other prompts, never below
@@ -474,7 +474,7 @@ def kto(score: Array, preferred: Array, baseline: Array | float, beta: float) ->
 
 
 def bco(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
-    """Return -log sigmoid(beta (s - baseline)) for a good completion and -log sigmoid(beta
+    """Compute -log sigmoid(beta (s - baseline)) for a good completion and -log sigmoid(beta
     (baseline - s)) for a bad one (BCO, arXiv 2404.04656).
 
     This is a binary classifier whose logit is the reward. The baseline is the running mean of s
@@ -484,7 +484,7 @@ def bco(score: Array, preferred: Array, baseline: Array | float, beta: float) ->
 
 
 def _signed_reward(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
-    """Return the reward relative to the baseline, negated for a bad completion."""
+    """Compute the reward relative to the baseline, negated for a bad completion."""
     return beta * (score - baseline) * jnp.where(preferred, 1.0, -1.0)
 
 
@@ -520,7 +520,7 @@ def mismatched_completions(
 
 
 def divergence_score(log_ratio: Array, divergence: Divergence, alpha: float = 0.5) -> Array:
-    """Return f'(u) of the divergence f, up to a constant, given log u of u = policy / reference.
+    """Compute f'(u) of the divergence f, up to a constant, given log u of u = policy / reference.
 
     With f in place of the reverse KL as the penalty, a policy is optimal for the reward beta f'(u)
     + constant (f-DPO, arXiv 2309.16240, theorem 1). f'(u) then replaces s in the losses above that

@@ -173,7 +173,7 @@ def reset_when_stagnant(patience: int) -> Part:
 def kl_estimate(
     log_probs: Array, reference_log_probs: Array, estimator: RewardEstimator = "k1"
 ) -> Array:
-    """Return the estimate of each token's KL to the reference, of the shape of the log-probs."""
+    """Compute the estimate of each token's KL to the reference, of the shape of the log-probs."""
     match estimator:
         case "k1":
             return k1(log_probs, reference_log_probs)
@@ -191,7 +191,7 @@ def kl_loss(
     reference_log_probs: Array,
     estimator: LossEstimator = "exact",
 ) -> Array:
-    """Return the term of each token whose weighted sum is the KL in the loss, see the table above.
+    """Compute the term of each token whose weighted sum is the KL in the loss, see the table above.
 
     exact is ratio x k3, differentiated through both factors. E_old[ratio k3] = E_policy[k3] = KL
     for every policy, so the gradients agree too. The gradient of k3 alone misses that the
@@ -216,7 +216,7 @@ def kl_loss(
 
 
 def adapted_kl_scale(scale: Array, kl: Array, target: float, horizon: float) -> Array:
-    """Return scale x (1 + clip(kl / target - 1, +-0.2) / horizon): an adaptive KL coefficient
+    """Compute scale x (1 + clip(kl / target - 1, +-0.2) / horizon): an adaptive KL coefficient
     (arXiv 1909.08593, eq. 4).
 
     `kl` and `target` are nats per completion. `horizon` is in optimizer steps: the paper's horizon,

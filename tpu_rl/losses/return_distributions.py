@@ -58,7 +58,7 @@ class Support(NamedTuple):
 
 
 def above_lowest(support: Support, dtype: Any = jnp.float32) -> Array:
-    """Return the atoms minus the lowest atom, [m]."""
+    """Compute the atoms minus the lowest atom, [m]."""
     return support.step * jnp.arange(support.atoms, dtype=dtype)
 
 
@@ -82,12 +82,12 @@ def two_hot(returns: Array, support: Support) -> Array:
 
 
 def _atom_indices(returns: Array, support: Support, dtype: Any = None) -> Array:
-    """Return 0, 1, ..., m - 1 in a shape that broadcasts against returns[..., None]."""
+    """Compute 0, 1, ..., m - 1 in a shape that broadcasts against returns[..., None]."""
     return jnp.arange(support.atoms, dtype=dtype).reshape((1,) * returns.ndim + (-1,))
 
 
 def mean_return(outputs: Array, support: Support | None) -> Array:
-    """Return the mean of a distribution given by outputs [..., K] -> [...]."""
+    """Compute the mean of a distribution given by outputs [..., K] -> [...]."""
     if support is None:
         return jax.nn.sigmoid(outputs[..., 0])
     return support.low + _mean_above_lowest(outputs, support)
@@ -103,7 +103,7 @@ def negative_log_likelihood(
     support: Support | None,
     labels: Callable[[Array, Support], Array] = nearest_atom,
 ) -> Array:
-    """Return the negative log-likelihood of returns [...] under outputs [..., K] -> [...].
+    """Compute the negative log-likelihood of returns [...] under outputs [..., K] -> [...].
 
     Bernoulli: binary cross-entropy, -R log p - (1 - R) log(1 - p), also for R between 0 and 1.
     Histogram: cross-entropy with the `labels` of the returns.
@@ -114,7 +114,7 @@ def negative_log_likelihood(
 
 
 def bernoulli_offset(logit: Array, kl_coef: Array | float) -> Array:
-    """Return log(1 - p + p exp(1 / eta)) for p = sigmoid(logit), of the same shape.
+    """Compute log(1 - p + p exp(1 / eta)) for p = sigmoid(logit), of the same shape.
 
     It is computed as softplus(logit + 1 / eta) - softplus(logit): finite for every logit, infinite
     ones too, however small eta is, and exactly 0 where eta is infinite. Where 1 / eta is far above
@@ -126,21 +126,21 @@ def bernoulli_offset(logit: Array, kl_coef: Array | float) -> Array:
 
 
 def histogram_offset(logits: Array, kl_coef: Array | float, support: Support) -> Array:
-    """Return log sum_i z_i exp((a_i - low) / eta) for z = softmax(logits), [..., m] -> [...]."""
+    """Compute log sum_i z_i exp((a_i - low) / eta) for z = softmax(logits), [..., m] -> [...]."""
     exponents = above_lowest(support, logits.dtype) / kl_coef
     tilted = logits + exponents.reshape((1,) * (logits.ndim - 1) + (-1,))
     return jax.nn.logsumexp(tilted, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def soft_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
-    """Return Q#'s offset of outputs [..., K] -> [...]: one of the two functions above."""
+    """Compute Q#'s offset of outputs [..., K] -> [...]: one of the two functions above."""
     if support is None:
         return bernoulli_offset(outputs[..., 0], kl_coef)
     return histogram_offset(outputs, kl_coef, support)
 
 
 def mean_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
-    """Return CD's offset of outputs [..., K] -> [...]: (mean return - lowest return) / eta."""
+    """Compute CD's offset of outputs [..., K] -> [...]: (mean return - lowest return) / eta."""
     if support is None:
         mean = jax.nn.sigmoid(outputs[..., 0])
     else:
@@ -149,7 +149,7 @@ def mean_offset(outputs: Array, kl_coef: Array | float, support: Support | None)
 
 
 def log_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
-    """Return FUDGE's offset of outputs [..., K] -> [...].
+    """Compute FUDGE's offset of outputs [..., K] -> [...].
 
     It is the log of the mean return as a share of the highest return. eta does not matter.
     """
@@ -177,7 +177,7 @@ Method = Literal["q_sharp", "cd", "fudge"]
 # Cached, so that equal calls return the same object: a guided policy is a static argument of jit.
 @functools.cache
 def offset(method: Method, support: Support | None = None) -> Offset:
-    """Return the method's offset, for Bernoulli returns or for a histogram over `support`."""
+    """Look up the method's offset, for Bernoulli returns or for a histogram over `support`."""
     functions = {"q_sharp": soft_offset, "cd": mean_offset, "fudge": log_offset}
     return Offset(
         function=functools.partial(functions[method], support=support),

@@ -23,12 +23,12 @@ product, or their mean."""
 
 
 def last_actions(action_mask: Array) -> Array:
-    """Return True on the last action of each row, [N, T] bool -> [N, T] bool."""
+    """Mark the last action of each row, [N, T] bool -> [N, T] bool."""
     return action_mask & (jnp.cumsum(action_mask[:, ::-1], axis=-1)[:, ::-1] == 1)
 
 
 def sentence_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) -> Array:
-    """Return True on the actions that end a sentence or a step, [N, T] bool.
+    """Mark the actions that end a sentence or a step, [N, T] bool.
 
     These are the separator tokens and the last action of each row.
     """
@@ -39,7 +39,7 @@ def sentence_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]
 
 
 def sentence_starts(ends: Array, action_mask: Array) -> Array:
-    """Return the column where each token's sentence starts, [N, T] int32.
+    """Compute the column where each token's sentence starts, [N, T] int32.
 
     That is the end of the sentence before it, or the last token of the prompt; column 0 if there is
     no prompt. `ends` are those of `sentence_ends`.
@@ -52,7 +52,7 @@ def sentence_starts(ends: Array, action_mask: Array) -> Array:
 
 
 def means_and_deviations(outputs: Array) -> tuple[Array, Array]:
-    """Return the means and deviations that K heads predict, [..., 2 K] -> two [..., K].
+    """Compute the means and deviations that K heads predict, [..., 2 K] -> two [..., K].
 
     Each head has two neighboring outputs: a mean m, and x of the deviation s = log(1 + e^x).
     """
@@ -62,7 +62,7 @@ def means_and_deviations(outputs: Array) -> tuple[Array, Array]:
 def pessimistic(
     outputs: Array, penalty: float, worst_share: float = 0.0, deviations: bool = False
 ) -> Array:
-    """Return an ensemble's prediction, [..., K] -> [...].
+    """Compute an ensemble's prediction, [..., K] -> [...].
 
         (1 - worst_share) mean + worst_share min - penalty x standard deviation
 
@@ -86,7 +86,7 @@ def pessimistic(
 
 
 def deviation(outputs: Array, deviations: bool = False) -> Array:
-    """Return the standard deviation of an ensemble's prediction, [..., K] or [..., 2 K] -> [...].
+    """Compute the standard deviation of an ensemble's prediction, [..., K] or [..., 2 K] -> [...].
 
     It is that of the members, or of the mixture of members with deviations of their own.
     """
@@ -99,7 +99,7 @@ def deviation(outputs: Array, deviations: bool = False) -> Array:
 def sentence_scores(
     outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
 ) -> Array:
-    """Return the score of each token's completion: the sum of `sentence_shares`.
+    """Compute the score of each token's completion: the sum of `sentence_shares`.
 
     The result is [R, S], zero at prompt and padding.
     """
@@ -110,7 +110,7 @@ def sentence_scores(
 def sentence_shares(
     outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
 ) -> Array:
-    """Return the share of each sentence in the score of its completion (arXiv 2503.04793).
+    """Compute the share of each sentence in the score of its completion (arXiv 2503.04793).
 
     Sentence i is worth r_i = h(its end) - h(its start), so all together are worth h(end) -
     h(prompt). "attention" is sum_i softmax_i(a(its end)) r_i and "sum" is sum_i r_i. The paper does
@@ -140,7 +140,7 @@ def sentence_shares(
 
 
 def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Array:
-    """Return the share of each part in the score of a completion, [N, T], at the ends of parts.
+    """Compute the share of each part in the score of a completion, [N, T], at the ends of parts.
 
     `prefix_scores` [N, T] are scores of everything up to a token. A part is worth s(its end) -
     s(the end before it), and the first one s(its end), so that they add up to the score at the last
@@ -154,7 +154,7 @@ def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Arra
 
 
 def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepAggregate) -> Array:
-    """Return the share of each step in `step_scores`, [N, T], at the ends of steps.
+    """Compute the share of each step in `step_scores`, [N, T], at the ends of steps.
 
     "product": log p_k. "mean": p_k over the number of steps. "min": the fall of the smallest log p
     so far, from 0 (PURE, arXiv 2504.15275, has this credit in the limit).
@@ -169,7 +169,7 @@ def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepA
 
 
 def step_scores(logits: Array, ends: Array, sequence_ids: Array, aggregate: StepAggregate) -> Array:
-    """Return the score of each token's completion, made of its steps (arXiv 2305.20050).
+    """Compute the score of each token's completion, made of its steps (arXiv 2305.20050).
 
     "min" is the log-probability of the weakest step being right, "product" that of all steps being
     right as if they were independent. "mean" is the mean probability of a step, from 0 to 1, as

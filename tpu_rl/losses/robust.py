@@ -77,7 +77,7 @@ def robust_prompts(config: RobustSettings) -> Part:
 
 
 def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:
-    """Return the weights within total variation `radius` of `weights` that make the weighted loss
+    """Compute the weights within total variation `radius` of `weights` that make the weighted loss
     largest (distributionally robust reward learning and DPO, arXiv 2503.00539).
 
         max over q of sum q_i l_i
@@ -101,7 +101,7 @@ def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:
 
 
 def tilted_weights(losses: Array, weights: Array, temperature: float) -> Array:
-    """Return weights proportional to p exp(l / temperature), with the sum of p = `weights`.
+    """Compute weights proportional to p exp(l / temperature), with the sum of p = `weights`.
 
     They maximize sum q_i l_i - temperature KL(q || p): the worst case in a ball of the KL (arXiv
     2503.00539, section 4, in its Lagrangian form). A small temperature is a large ball. Gradients
@@ -116,7 +116,7 @@ def tilted_weights(losses: Array, weights: Array, temperature: float) -> Array:
 
 
 def chi_square_weights(losses: Array, weights: Array, scale: float) -> Array:
-    """Return p max(0, 1 + (l - mu) / scale), with the sum of p = `weights`.
+    """Compute p max(0, 1 + (l - mu) / scale), with the sum of p = `weights`.
 
     They maximize sum q_i l_i - scale / 2 sum (q_i - p_i)^2 / p_i: the worst case in a ball of the
     chi-square divergence, in its Lagrangian form. mu makes the sums equal, and is found by
@@ -143,7 +143,7 @@ def chi_square_weights(losses: Array, weights: Array, scale: float) -> Array:
 
 
 def worst_case_by_step(losses: Array, weights: Array, radius: float, ball: Ball = "tv") -> Array:
-    """Return the worst weights of each optimizer step by itself, for arrays [M, ...].
+    """Compute the worst weights of each optimizer step by itself, for arrays [M, ...].
 
     `radius` is that of total variation; for kl and chi_square the coefficient of the divergence.
     """
@@ -165,7 +165,7 @@ def worst_prompts(
     radius: float,
     ball: Ball,
 ) -> Array:
-    """Return by how much the worst case weighs each row's prompt, [N], 1 on average over prompts.
+    """Compute by how much the worst case weighs each row's prompt, [N], 1 on average over prompts.
 
     The loss of a prompt is minus the mean return of its completions, and its weight before is the
     same for all prompts of an optimizer step. Arrays are [N]; see `types.Layout.minibatch`.

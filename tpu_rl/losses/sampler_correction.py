@@ -147,7 +147,10 @@ def correction(config: SamplerCorrection) -> Part:
         fields = {} if old is None else {"old_log_probs": old}
         if found.importance is not None:
             fields["importance"] = layout.pack(found.importance)
-        shares = {"importance_capped": found.capped, "rejected": found.rejected}
+        shares = {
+            "policy/importance_capped": found.capped,
+            "policy/rejected": found.rejected,
+        }
         shares = {name: values for name, values in shares.items() if values is not None}
         draft = draft._replace(learned=found.keep(draft.learned), shares={**draft.shares, **shares})
         return draft.with_fields(**fields), state

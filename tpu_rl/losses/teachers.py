@@ -58,7 +58,7 @@ Teacher = Callable[[Mapping[str, Array]], Target]
 
 
 def extrapolation(teacher: Array, reference: Array, alpha: Array) -> Array:
-    """Return z_reference + alpha (z_teacher - z_reference) for logits [..., V] and alpha [...].
+    """Compute z_reference + alpha (z_teacher - z_reference) for logits [..., V] and alpha [...].
 
     alpha 0 is the reference, 1 the teacher.
     """
@@ -66,7 +66,7 @@ def extrapolation(teacher: Array, reference: Array, alpha: Array) -> Array:
 
 
 def contrast(teacher: Array, reverse: Array, alpha: Array) -> Array:
-    """Return z_teacher + alpha (z_teacher - z_reverse) for logits [..., V] and alpha [...].
+    """Compute z_teacher + alpha (z_teacher - z_reverse) for logits [..., V] and alpha [...].
 
     `reverse` learned the opposite. What both learned alike, of the language and the style of the
     data, cancels.
@@ -75,7 +75,7 @@ def contrast(teacher: Array, reverse: Array, alpha: Array) -> Array:
 
 
 def adaptive_alpha(teacher: Array, other: Array, scale: float, half: bool = True) -> Array:
-    """Return alpha_t = scale x total variation distance_t + 0.001 (eq. 16), [..., V] -> [...].
+    """Compute alpha_t = scale x total variation distance_t + 0.001 (eq. 16), [..., V] -> [...].
 
     The more two models disagree, the further the teacher goes. The authors' code leaves out the 1/2
     of the distance (`half` False), so its scale is half of the formula's.
@@ -92,7 +92,7 @@ COMPOSITIONS = {
 
 
 def compose(name: str, alpha: float, adaptive: bool = False, tvd_half: bool = True) -> Teacher:
-    """Return the teacher of this name in COMPOSITIONS.
+    """Look up the teacher of this name in COMPOSITIONS.
 
     alpha is the same at every state or, if `adaptive`, the scale of `adaptive_alpha`.
     """

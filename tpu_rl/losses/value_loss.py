@@ -70,7 +70,7 @@ class Critic:
 
 
 def values(role: Role, params: Params, rows: PackedRows, hidden: Array | None = None) -> Array:
-    """Return V of the state before each token, [R, S] float32.
+    """Compute V of the state before each token, [R, S] float32.
 
     `hidden` are the hidden states of the role's trunk, if they are already computed.
     """
@@ -87,7 +87,7 @@ def clipped_value_loss(
     huber: float | None = None,
     quantile: float = 0.5,
 ) -> Array:
-    """Return max(l(R - V), l(R - clip(V, V_old - c, V_old + c))) of each token.
+    """Compute max(l(R - V), l(R - clip(V, V_old - c, V_old + c))) of each token.
 
         l(u) = 2 |quantile - 1[u < 0]| h(u)
         h(u) = 1/2 u^2, and with a Huber distance d: d (|u| - d / 2) where |u| > d
@@ -130,7 +130,7 @@ class Targets:
 
 
 def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> Targets:
-    """Return packed Targets from [N, T] arrays.
+    """Pack Targets from [N, T] arrays.
 
     Means are over the tokens in `mask` of the row's optimizer step.
     """
@@ -159,7 +159,7 @@ def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> T
 def value_loss(
     values: Array, targets: Targets, weights: Array, critic: Critic
 ) -> tuple[Array, Metrics]:
-    """Return the weighted sum of `clipped_value_loss`, and metrics of the tokens with a weight.
+    """Compute the weighted sum of `clipped_value_loss`, and metrics of the tokens with a weight.
 
     All arrays are [R, S].
     """

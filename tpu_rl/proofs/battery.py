@@ -92,7 +92,7 @@ class Battery:
         return jax.jit(function, compiler_options=tiny.QUICKLY)
 
     def batch(self, data: Any, **cut: Any) -> Any:
-        """Return the [K, R, S] batch of the only optimizer step on the data, packed as `cut`
+        """Make the [K, R, S] batch of the only optimizer step on the data, packed as `cut`
         says."""
         experience = tiny.experience(data, **cut)
         params = self.params | {"probe": _zero_probe(experience.layout.source)}
@@ -320,7 +320,7 @@ def nothing_under_the_mask_is_read(battery: Battery) -> None:
 
 
 def _with_tokens_before(tokens: np.ndarray, previous: Array) -> np.ndarray:
-    """Return the tokens [K, R, S] and all before them in their sequences."""
+    """Mark the tokens [K, R, S] and all before them in their sequences."""
     reached = tokens.copy()
     for _ in range(tokens.shape[-1]):
         for k, r, s in np.argwhere(reached):

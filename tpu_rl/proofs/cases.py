@@ -111,7 +111,7 @@ DATA: dict[SourceName, Callable[[], Any]] = {
 
 
 def case_of(factory: Callable[[Any, Roles, Any], Algorithm], config: Any) -> Case:
-    """Return the case of an algorithm of which only the declarations are known."""
+    """Make the case of an algorithm of which only the declarations are known."""
     spec = config.experience
     if spec.source in ("pairs", "scored_completions"):
         case = Case(factory, config, DATA[spec.source], tiny.PAIRS, "some actions", "either")

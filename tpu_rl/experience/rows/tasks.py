@@ -24,7 +24,7 @@ from tpu_rl.data import Row, Rows, shapes
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData, FlipConfig
-from tpu_rl.experience.rows import dataset_identity, label_flips
+from tpu_rl.experience.rows import dataset_identity
 from tpu_rl.rollout import prompts
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
@@ -228,6 +228,8 @@ def file_rows(
     Raises:
         InputError: if no file is given, or a row lacks a column or is not valid.
     """
+    from tpu_rl.experience.rows import label_flips
+
     if files.path is None:
         raise InputError(
             "no data given",

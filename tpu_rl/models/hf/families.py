@@ -30,7 +30,7 @@ from tpu_rl.models.hf.checks import (
     require_supported,
     require_values,
 )
-from tpu_rl.models.vision import qwen_files, square_files, towers
+from tpu_rl.models.vision import towers
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
@@ -614,7 +614,7 @@ def read_config(
     rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
     vision = None
     if reads_images and model_type is not None:
-        vision = towers.TOWERS[model_type].read(outer, hf["hidden_size"], where)
+        vision = towers.read(model_type, outer, hf["hidden_size"], where)
     has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
     moe = moe_families.read_moe(hf, where) if has_mixture else None
     return DecoderConfig(
@@ -687,6 +687,8 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         InputError: the architecture is not one of `FAMILIES`.
     """
+    from tpu_rl.models.vision import qwen_files, square_files
+
     model_type = source.get("model_type")
     if model_type in MULTIMODAL and "text_config" in source:
         inner = {"model_type": MULTIMODAL[model_type], **source["text_config"]}
@@ -718,6 +720,8 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the language model in one of Qwen's, which has it inside or, in
     older files, beside its own fields."""
+    from tpu_rl.models.vision import qwen_files
+
     defaults = VISION[source["model_type"]]
     inner = source.get("text_config")
     if not isinstance(inner, Mapping):

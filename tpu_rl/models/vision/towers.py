@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from tpu_rl import lazy
 from tpu_rl.models.config import DecoderConfig
-from tpu_rl.models.vision import gemma4, gemma4_files, qwen, qwen_files, square, square_files
 from tpu_rl.models.vision.config import BOUNDS, LAYERS, MERGERS, TOP, AnyVisionConfig
 from tpu_rl.models.vision.features import Features
 from tpu_rl.types import Array, Params
@@ -192,26 +192,40 @@ GEMMA4 = FileNames(
 class Tower(NamedTuple):
     """A family of towers."""
 
-    read: Callable[[Mapping[str, Any], int, str], AnyVisionConfig]
-    """(the whole configuration, dimensions of the text, the file) -> the vision part."""
-    features: Callable[[DecoderConfig, Params, Array], Features]
-    """(config, params, pieces of images) -> their features."""
+    kind: str
+    """`KIND_files.py` reads its configuration, and `KIND.py` computes its features."""
     files: FileNames
 
 
 TOWERS = {
-    "llava": Tower(square_files.read, square.features, LLAVA),
-    "gemma3": Tower(square_files.read, square.features, GEMMA3),
-    "idefics3": Tower(square_files.read, square.features, IDEFICS3),
-    "smolvlm": Tower(square_files.read, square.features, IDEFICS3),
-    "internvl": Tower(square_files.read, square.features, INTERNVL),
-    "qwen2_vl": Tower(qwen_files.read, qwen.features, QWEN2),
-    "qwen2_5_vl": Tower(qwen_files.read, qwen.features, QWEN2_5),
-    "qwen3_vl": Tower(qwen_files.read, qwen.features, QWEN3),
-    "qwen3_vl_moe": Tower(qwen_files.read, qwen.features, QWEN3),
-    "gemma4": Tower(gemma4_files.read, gemma4.features, GEMMA4),
+    "llava": Tower("square", LLAVA),
+    "gemma3": Tower("square", GEMMA3),
+    "idefics3": Tower("square", IDEFICS3),
+    "smolvlm": Tower("square", IDEFICS3),
+    "internvl": Tower("square", INTERNVL),
+    "qwen2_vl": Tower("qwen", QWEN2),
+    "qwen2_5_vl": Tower("qwen", QWEN2_5),
+    "qwen3_vl": Tower("qwen", QWEN3),
+    "qwen3_vl_moe": Tower("qwen", QWEN3),
+    "gemma4": Tower("gemma4", GEMMA4),
 }
 """`model_type` -> tower."""
+
+KINDS = ("square", "qwen", "gemma4")
+READERS: lazy.LazyTable[Callable[[Mapping[str, Any], int, str], AnyVisionConfig]] = lazy.LazyTable(
+    lambda module, kind: module.read,
+    {kind: f"tpu_rl.models.vision.{kind}_files" for kind in KINDS},
+)
+"""Kind -> (the whole configuration, dimensions of the text, the file) -> the vision part."""
+FORWARDS: lazy.LazyTable[Callable[[DecoderConfig, Params, Array], Features]] = lazy.LazyTable(
+    lambda module, kind: module.features, {kind: f"tpu_rl.models.vision.{kind}" for kind in KINDS}
+)
+"""Kind -> (config, params, pieces of images) -> their features."""
+
+
+def read(model_type: str, outer: Mapping[str, Any], text_size: int, where: str) -> AnyVisionConfig:
+    """Read the vision part of a configuration, for a text of `text_size` dimensions."""
+    return READERS[TOWERS[model_type].kind](outer, text_size, where)
 
 
 def features(config: DecoderConfig, params: Params, images: Array) -> Features:
@@ -220,7 +234,7 @@ def features(config: DecoderConfig, params: Params, images: Array) -> Features:
     The pixels are those of the image processor: scaled and normalized.
     """
     assert config.vision is not None
-    return TOWERS[config.vision.model_type].features(config, params, images)
+    return FORWARDS[TOWERS[config.vision.model_type].kind](config, params, images)
 
 
 def param_shapes(config: DecoderConfig) -> dict[str, Any]:
