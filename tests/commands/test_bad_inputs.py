@@ -70,7 +70,7 @@ TESTED = {
     32: "data/test_data.py::test_a_bad_line_is_named",
     33: "data/test_data.py::test_a_bad_line_is_named",
     34: "commands/test_bad_inputs.py::test_doubtful_rows_are_counted",
-    35: "evaluation/test_pair_audit.py::test_every_row_is_accounted_for",
+    35: "studies/test_pair_audit.py::test_every_row_is_accounted_for",
     36: "commands/test_bad_inputs.py::test_files_and_rows",
     37: "data/test_data.py::test_a_bad_line_is_named",
     38: "data/test_data.py::test_a_bad_line_is_named",
