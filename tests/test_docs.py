@@ -25,7 +25,10 @@ PAGES = [
 ]
 FOLDERS = "tests|tpu_rl|launch|bench|research|docs|recipes"
 
-PROGRAMS = ("tpu_rl/commands", "bench", "research", "recipes", "tpu_rl/algos", "tpu_rl/losses")
+PROGRAMS = (
+    *("tpu_rl/commands", "tpu_rl/algos", "tpu_rl/losses"),
+    *("bench", "research", "recipes", "tests/frozen"),
+)
 """Folders whose dataclasses and argument parsers declare flags."""
 
 FOREIGN_FLAGS = {
