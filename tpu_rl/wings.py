@@ -149,6 +149,7 @@ MODULES: LazyTable[Any] = LazyTable(
     {
         "agents": "tpu_rl.serving.agents",
         "code_problems": "tpu_rl.sandbox.problems",
+        "dry_run": "tpu_rl.commands.tools.dry_run",
         "harness": "tpu_rl.studies.harness",
         "meshes": "tpu_rl.commands.plan.meshes",
         "pair_audit": "tpu_rl.studies.pair_audit",

@@ -8,7 +8,8 @@ from PIL import Image
 
 from tests.fixtures.picture_model import picture_tokenizer
 from tpu_rl.commands import config, run
-from tpu_rl.commands.checks import dry_run, row_checks
+from tpu_rl.commands.checks import row_checks
+from tpu_rl.commands.tools import dry_run
 from tpu_rl.errors import InputError
 
 SIZES = {

@@ -16,7 +16,7 @@ import pytest
 from tests.fixtures.runs import TINY, digest, rows_of
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import config, roles, run
-from tpu_rl.commands.checks import dry_run
+from tpu_rl.commands.tools import dry_run
 from tpu_rl.errors import InputError
 from tpu_rl.train import sharding
 from tpu_rl.wings import TASKS

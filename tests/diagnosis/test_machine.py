@@ -10,8 +10,7 @@ from packaging.requirements import Requirement
 
 from tests.fixtures.fake_store import FakeStore
 from tpu_rl import sandbox
-from tpu_rl.commands.tools import doctor
-from tpu_rl.diagnosis import machine
+from tpu_rl.commands.tools import doctor, machine
 from tpu_rl.errors import MachineError
 
 

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tpu_rl.commands.tools import combined_files, deltas
 from tpu_rl.errors import InputError
-from tpu_rl.models.hf import combine, deltas, safetensors_files
+from tpu_rl.models.hf import safetensors_files
 
 RNG = np.random.default_rng(0)
 BASE = {"a.weight": RNG.normal(size=(6, 4)), "b.bias": RNG.normal(size=3)}
@@ -47,11 +48,11 @@ def test_sums_are_linear_with_and_without_a_base(three, tmp_path):
     weights = [(0.5, 0.75, -0.25), (2.0, 0.0, -1.0)]
     for number, (x, y, z) in enumerate(weights):
         to = tmp_path / f"sum{number}"
-        combine.combine(to, list(zip(paths, (x, y, z), strict=True)))
+        combined_files.combine(to, list(zip(paths, (x, y, z), strict=True)))
         for name, value in read(to).items():
             np.testing.assert_allclose(value, x * a[name] + y * b[name] + z * c[name], atol=1e-6)
     to = tmp_path / "task"
-    combine.combine(to, [(paths[0], 1.5), (paths[1], -0.5)], paths[2])
+    combined_files.combine(to, [(paths[0], 1.5), (paths[1], -0.5)], paths[2])
     for name, value in read(to).items():
         expected = c[name] + 1.5 * (a[name] - c[name]) - 0.5 * (b[name] - c[name])
         np.testing.assert_allclose(value, expected, atol=1e-6)
@@ -60,7 +61,7 @@ def test_sums_are_linear_with_and_without_a_base(three, tmp_path):
 
 def test_a_sum_of_one_model_keeps_its_bits(tmp_path):
     path = write(tmp_path / "a", BASE, ml_dtypes.bfloat16)
-    combine.combine(tmp_path / "same", [(path, 0.5), (path, 0.5)])
+    combined_files.combine(tmp_path / "same", [(path, 0.5), (path, 0.5)])
     for name, value in read(tmp_path / "same").items():
         assert np.array_equal(value, read(path)[name])
 
@@ -88,7 +89,7 @@ def test_models_that_do_not_fit_are_refused(three, tmp_path, change, expected):
         (other / "config.json").unlink()
         (other / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError) as raised:
-        combine.combine(tmp_path / "to", [(three[0], 0.5), (other, weight)])
+        combined_files.combine(tmp_path / "to", [(three[0], 0.5), (other, weight)])
     assert expected in str(raised.value)
     assert not (tmp_path / "to").exists()
 
@@ -100,11 +101,11 @@ def test_another_spelling_of_the_same_architecture_is_no_difference(tmp_path):
     old = write(tmp_path / "old", BASE, rope_theta=5e5, **sizes)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     new = write(tmp_path / "new", BASE, rope_parameters=rope, attention_bias=False, **sizes)
-    combine.combine(tmp_path / "sum", [(old, 0.5), (new, 0.5)])
+    combined_files.combine(tmp_path / "sum", [(old, 0.5), (new, 0.5)])
     rope["rope_theta"] = 1e4
     other = write(tmp_path / "other", BASE, rope_parameters=rope, **sizes)
     with pytest.raises(InputError, match="config.json has rope_"):
-        combine.combine(tmp_path / "sum", [(old, 0.5), (other, 0.5)])
+        combined_files.combine(tmp_path / "sum", [(old, 0.5), (other, 0.5)])
 
 
 def test_deltas_find_a_planted_change(tmp_path):

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_rl import metrics, run_files
+from tpu_rl import metrics, run_files, wings
 from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.commands import compose, continued, evaluators, finish, micro_batches, roles, stages
@@ -94,8 +94,6 @@ def start(
         command: what continues the run, for messages.
         leave: ends the process at a SIGTERM before the first step. Without it, that step is taken.
     """
-    from tpu_rl.commands.checks import dry_run
-
     code = (CODE_FOLDER, *configuration.plugin_files(config))
     host_agreement.require_same_run(to_dict(config), code)
     if config.dry_run:
@@ -103,7 +101,7 @@ def start(
             lock.require_writable(Path(config.run_dir))
             config = with_recorded_rows(config, Path(config.run_dir))
             require_same_configuration(config, Path(config.run_dir), config.run_dir)
-        dry_run.inspect(config)
+        wings.MODULES["dry_run"].inspect(config)
         return
     with (
         preemption.watch(leave) as signals,

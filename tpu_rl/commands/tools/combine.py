@@ -32,8 +32,8 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers
+from tpu_rl.commands.tools import combined_files, deltas
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.models.hf import combine, deltas
 from tpu_rl.report import markdown
 
 OPERATIONS = {
@@ -114,7 +114,7 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
     for name, s in points:
         terms = [(path, weight_of(text, s)) for path, (_, text) in zip(paths, pairs, strict=True)]
         target = Path(flags.to) / name
-        combine.combine(target, terms, base)
+        combined_files.combine(target, terms, base)
         print(f"wrote {target}")
         if config is not None:
             measured.append((name or flags.to, measure(config, str(target))))

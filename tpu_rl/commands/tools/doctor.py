@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from tpu_rl.diagnosis import machine
+from tpu_rl.commands.tools import machine
 from tpu_rl.errors import typed_command
 from tpu_rl.redaction import redact
 

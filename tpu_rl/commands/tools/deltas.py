@@ -26,7 +26,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tpu_rl.models.hf.combine import fitting_tensors
+from tpu_rl.commands.tools.combined_files import fitting_tensors
 
 
 class Delta(NamedTuple):
