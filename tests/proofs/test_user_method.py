@@ -10,7 +10,7 @@ import pytest
 
 from tpu_rl import user_code
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.commands import check
+from tpu_rl.commands.tools import check
 from tpu_rl.proofs import PROOFS, Battery, case_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "adding_an_algorithm.md"
