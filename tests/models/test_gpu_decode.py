@@ -252,7 +252,8 @@ def test_the_trial_runs_on_every_mesh():
 
 
 def test_it_is_the_default_on_gpus(monkeypatch, capsys):
-    gpu: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    amd = SimpleNamespace(platform="gpu", compute_capability="gfx942")
+    gpu: Any = SimpleNamespace(devices=np.array([amd]))
     preset = configuration.preset("arithmetic_grpo")
     base = tiny("llama3").model
     monkeypatch.setattr(roles, "_cudnn_obstacle", lambda *_: "")
