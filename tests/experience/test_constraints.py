@@ -114,7 +114,7 @@ def test_a_resumed_source_goes_on_with_the_same_multipliers():
         (["length<=200,length>=5"], "no constraint"),
         (["length<=200", "length<=100"], "from the same side"),
         (["speed<=2"], "no reward is called 'speed'"),
-        (["length<=2", "--rollout.constraint-rate", "0"], "constraint-rate is 0"),
+        (["length<=2", "--rollout.constraint-rate", "0"], "constraint_rate is 0"),
         (["length<=2", "--algorithm.reward-clip-range", "0", "1"], "as they are"),
     ],
 )

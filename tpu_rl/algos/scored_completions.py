@@ -172,7 +172,6 @@ def scored_completions(
 ) -> Algorithm:
     """Build a method that learns from ScoredCompletions."""
     del sampling
-    is_paired = config.loss != "a_lol"
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         data, layout = experience
@@ -184,24 +183,8 @@ def scored_completions(
         best = is_best(data.scores, data.group_id, exists)
         compared = exists & ~best if config.loss == "tpo" else exists
         peers, pairs, differences, num_pairs = compared_pairs(config, data, layout, compared)
-        of_best = masked.token_mean(first & best[:, None], layout.minibatch, layout.minibatches)
-        weights = {"best": of_best}
-        if config.loss == "rrhf":
-            # A sum over the pairs of a prompt: 1 / prompts each, as the best of each has.
-            share = jax.ops.segment_max(
-                of_best.max(-1), layout.minibatch, num_segments=layout.minibatches + 1
-            )[layout.minibatch]
-            weights["pairs"] = first * (share * num_pairs)[:, None]
-        elif is_paired:
-            weights["pairs"] = masked.token_mean(
-                first * num_pairs[:, None], layout.minibatch, layout.minibatches
-            )
         gain = advantages.group_centered(data.scores, data.group_id, exists)
-        if not is_paired:
-            kept = first & (gain > 0)[:, None]
-            weights = {"completion": masked.token_mean(kept, layout.minibatch, layout.minibatches)}
-        if config.loss == "prdp":
-            weights.pop("best")
+        weights = loss_weights(config, layout, first, best, num_pairs, gain)
         return Batch(
             rows=rows,
             weights={name: layout.pack(values) for name, values in weights.items()},
@@ -255,6 +238,45 @@ def scored_completions(
         return value, metrics
 
     return Algorithm(make_batch, loss, stops_gradient=config.loss == "a_lol")
+
+
+def loss_weights(
+    config: ScoredCompletionsConfig,
+    layout: Layout,
+    first: Array,
+    best: Array,
+    num_pairs: Array,
+    gain: Array,
+) -> dict[str, Array]:
+    """Weigh the first token of each completion in each term of the loss.
+
+    Args:
+        config: names the loss, and so its terms.
+        layout: the minibatch of each completion.
+        first: [N, T] bool, the first token of each completion.
+        best: [N] bool, the best completion of each prompt.
+        num_pairs: [N], the pairs that each completion is in.
+        gain: [N], the score minus the mean of the prompt.
+
+    Returns:
+        name of the term -> [N, T], 0 but at first tokens.
+    """
+
+    def mean(selected: Array) -> Array:
+        return masked.token_mean(selected, layout.minibatch, layout.minibatches)
+
+    if config.loss == "a_lol":
+        return {"completion": mean(first & (gain > 0)[:, None])}
+    if config.loss == "prdp":
+        return {"pairs": mean(first * num_pairs[:, None])}
+    of_best = mean(first & best[:, None])
+    if config.loss == "tpo":
+        return {"best": of_best, "pairs": mean(first * num_pairs[:, None])}
+    # rrhf sums over the pairs of a prompt: 1 / prompts each, as the best of each has.
+    share = jax.ops.segment_max(
+        of_best.max(-1), layout.minibatch, num_segments=layout.minibatches + 1
+    )[layout.minibatch]
+    return {"best": of_best, "pairs": first * (share * num_pairs)[:, None]}
 
 
 def is_best(scores: Array, group_id: Array, exists: Array) -> Array:

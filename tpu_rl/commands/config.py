@@ -196,9 +196,9 @@ class StopConfig:
     """The held-out metric that --stop.patience and --stop.best look at, such as eval/accuracy."""
     goal: Literal["highest", "lowest"] = "highest"
     """The better values of --stop.metric."""
-    patience: int = 0
+    patience: ranges.CountOrNone = 0
     """End the run after so many evaluations in a row without a better value; 0 never does."""
-    min_gain: float = 0.0
+    min_gain: ranges.NotNegative = 0.0
     """A value is better only if it exceeds the best one by more than this."""
     best: bool = False
     """The run's model is that of the evaluation with the best value, not that of the last step."""
@@ -206,13 +206,11 @@ class StopConfig:
     """End the run when the mean of a metric leaves its bound: METRIC>NUMBER or METRIC<NUMBER, as in
     'policy/kl_reference>0.5' 'reward/std<0.01' 'rollout/truncated>0.5'. Quote them for the
     shell."""
-    over: int = 8
+    over: ranges.Count = 8
     """Steps of the mean of --stop.when; at evaluations' metrics, so many evaluations."""
 
     def __post_init__(self):
-        config_checks.check_not_negative({"--stop.patience": self.patience})
-        config_checks.check_not_negative({"--stop.min-gain": self.min_gain})
-        config_checks.check_positive({"--stop.over": self.over})
+        ranges.check(self, "--stop")
         _ = self.rules
         if bool(self.metric) != bool(self.patience or self.best):
             raise InputError(

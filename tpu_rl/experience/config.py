@@ -209,7 +209,7 @@ class RolloutConfig:
     dynamic_sampling_size: Literal["batch", "needed"] = "batch"
     """Prompts of such a further batch: as many as in a batch, or a quarter, a half or all of that,
     whichever holds as many as the share of informative groups so far says are needed."""
-    keep_variance_share: float = 1.0
+    keep_variance_share: Annotated[float, In("(0, 1]")] = 1.0
     """Learn only from this share of the prompts, those whose rewards have the largest standard
     deviations (StarPO-S); 1 keeps all. The other prompts count in metrics alone."""
     normalize_rewards: bool = False
@@ -224,10 +224,10 @@ class RolloutConfig:
     """Limits of the means of rewards and lengths, NAME<=LIMIT or NAME>=LIMIT, which Lagrange
     multipliers hold: "length<=200" (sampled tokens), "repetition>=-0.1" (its values are below 0)
     with --reward gsm8k "0*repetition"."""
-    constraint_rate: float = 0.01
+    constraint_rate: Positive = 0.01
     """Change of a multiplier per batch and unit beyond the limit. A length is in tokens: 0.0001 to
     0.001 suits it."""
-    constraint_max: float = 100.0
+    constraint_max: Positive = 100.0
     """Largest multiplier."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They

@@ -148,8 +148,7 @@ def _arrange_devices(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarr
     """
     slices = 1
     if devices[0].platform == "tpu":
-        # The devices of a topology description of one slice have no slice_index.
-        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        slices = _num_slices(devices)
     if slices == 1:
         # Not `jax.make_mesh`: except on v5e, it requires each mesh axis to be a product of entire
         # axes of the chips' torus.
@@ -189,7 +188,7 @@ def split_devices(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], 
         )
     if devices[0].platform != "tpu":
         return tuple(devices[:-count]), tuple(devices[-count:])
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+    if _num_slices(devices) > 1:
         raise InputError(
             "the sampler cannot have devices of its own on several slices",
             where=where,
@@ -431,3 +430,9 @@ def _replicate(replicated: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     Cached, because a new jitted function would be compiled again at every call.
     """
     return jax.jit(lambda array: array, out_shardings=replicated)
+
+
+def _num_slices(devices: Sequence[Any]) -> int:
+    """Count the TPU slices that the devices are on."""
+    # The devices of a topology description of one slice have no slice_index.
+    return len({getattr(device, "slice_index", 0) for device in devices})

@@ -430,10 +430,8 @@ def make_update_step(
         norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
         learns = has_weight(batch)
-        trained, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
-            (optax.apply_updates(trained, updates), opt_state),
-            (trained, state.opt_state),
+        trained, opt_state = _new_where(
+            learns, (optax.apply_updates(trained, updates), opt_state), (trained, state.opt_state)
         )
         # The batch is checked as well: a clipped ratio may hide an infinite log-prob from both the
         # loss and the gradient.
@@ -458,9 +456,7 @@ def make_update_step(
             algorithm_state=algorithm_state,
         )
         # Not `optax.apply_if_finite`: after its limit of bad updates it applies NaN.
-        new_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new.astype(old.dtype), old), new_state, state
-        )
+        new_state = _new_where(finite, new_state, state)
         if shardings is not None:
             new_state = _move_offloaded(new_state, shardings, sharding.HOST)
         return new_state, metrics
@@ -469,6 +465,11 @@ def make_update_step(
     return jax.jit(
         update, donate_argnums=0, out_shardings=out_shardings, compiler_options=compiler_options
     )
+
+
+def _new_where(condition: Array, new: Any, old: Any) -> Any:
+    """Choose the new tree, in the dtypes of the old one, if the condition holds, else the old."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n.astype(o.dtype), o), new, old)
 
 
 def _move_offloaded(state: TrainState, shardings: TrainState, memory_kind: str) -> TrainState:

@@ -644,10 +644,6 @@ def check_variance_filter(
     where = "--rollout.keep-variance-share"
     if share == 1:
         return
-    if not 0 < share < 1:
-        raise InputError(
-            f"{share} is not a share of the prompts", where=where, fix="use a number from 0 to 1"
-        )
     if batch.group_size == 1:
         raise InputError(
             "the rewards of one completion have no variance",
@@ -832,12 +828,6 @@ def check_constraints(
     rollout: RolloutConfig, specs: Sequence[ExperienceSpec], rewards: Sequence[str]
 ) -> None:
     """Check the limits of rewards and lengths, and that nothing reads returns as they are."""
-    for flag, value in {
-        "--rollout.constraint-rate": rollout.constraint_rate,
-        "--rollout.constraint-max": rollout.constraint_max,
-    }.items():
-        if not 0 < value < math.inf:
-            raise InputError(f"{flag} is {value}", where=flag, fix="use a number above 0")
     constraints.parse_all(rollout.constraints, rewards)
     if not rollout.constraints:
         return

@@ -120,18 +120,8 @@ def q_example_source(
     paths = [folder / f"round_{number}.npz" for number in range(1, spec.number + 1)]
     seconds: dict[str, float] = {}
     if not processes.from_first(lambda: _is_valid(paths[-1], run_dir, spec)):
-        if processes.index() == 0:
-            # A round may take long, and no step is printed before it ends.
-            print(
-                f"note: sampling examples of {len(rows):,} prompts for round {spec.number} of Q#",
-                file=sys.stderr,
-            )
         began = time.perf_counter()
-        collected = collect(engine, rows, params, spec)
-        processes.from_first(lambda: write(paths[-1], collected))
-        # If the run folder is in an object store, each process has a local folder of its own.
-        if not _is_valid(paths[-1], run_dir, spec):
-            write(paths[-1], collected)
+        _collect_file(paths[-1], engine, rows, params, spec, run_dir)
         seconds["time/rollout"] = time.perf_counter() - began
     files = {path.name: read(path) for path in paths}
     digests = {name: digest for name, (_, digest) in files.items()}
@@ -172,6 +162,23 @@ def q_example_source(
         num_drawn = int(state["drawn"])
 
     return Source(draw, get_state, set_state)
+
+
+def _collect_file(
+    path: Path, engine: Engine, rows: list[Row], params: Params, spec: RoundSpec, run_dir: Path
+) -> None:
+    """Collect the examples of a round, and write them to the file of each process."""
+    if processes.index() == 0:
+        # A round may take long, and no step is printed before it ends.
+        print(
+            f"note: sampling examples of {len(rows):,} prompts for round {spec.number} of Q#",
+            file=sys.stderr,
+        )
+    collected = collect(engine, rows, params, spec)
+    processes.from_first(lambda: write(path, collected))
+    # If the run folder is in an object store, each process has a local folder of its own.
+    if not _is_valid(path, run_dir, spec):
+        write(path, collected)
 
 
 def join(rounds: Sequence[Round]) -> Round:
