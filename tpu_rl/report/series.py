@@ -1,4 +1,4 @@
-"""Series of measured values, and what makes long ones readable."""
+"""Series of measured values, and means that make long ones readable."""
 
 from __future__ import annotations
 

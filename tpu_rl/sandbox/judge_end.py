@@ -167,13 +167,13 @@ class JudgeEnd(End):
         return (tag, number) if name is None else (b"g", f"{number} {name} {value.__doc__ or ''}")
 
     def check_own(self, value: Any) -> None:
-        """Raise NotPlain for what the test must not give away."""
+        """Raise NotPlain for an object that the test must not give away."""
         shared = callable(value) or defines(value, "__next__") or _is_of_test(value)
         if not shared and not isinstance(value, BaseException):
             raise NotPlain(f"an object of {type(value).__name__}")
 
     def _guarded(self, name: str) -> Callable[..., Any]:
-        """Return an operation that is refused for what the test did not give away."""
+        """Return an operation that is refused for objects that the test did not pass on."""
         operation = OPERATIONS[name]
 
         def guarded(*arguments: Any, **keywords: Any) -> Any:

@@ -7,7 +7,7 @@ function, in a worker process, with many calls at once. Each call gets its own A
 records its requests under that key, as one episode. A number that the function returns is the
 reward; None leaves the judgment to --reward.
 
-    generate    the function runs, and the policy writes what it asks for
+    generate    the function runs, and the policy writes the completions that it requests
     score       rewards as of any completion; an episode of several rows has one
 
 An exception, or an end that does not come in time, is a fault of that episode alone. Such an
@@ -171,7 +171,7 @@ class _AgentEngine:
     ) -> dict[int, Outcome]:
         """Run all local episodes, and return the outcomes of all processes' episodes.
 
-        Reward functions are asked about a group once its episodes are over.
+        Reward functions judge a group once its episodes are over.
         """
         running: _Running | None = None
         pump = Pump(functools.partial(self._sampler, params, len(keys)), _share)

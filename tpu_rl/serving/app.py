@@ -32,7 +32,8 @@ from tpu_rl.tokenizers import Tokenizer, conversations
 MAX_TOKEN_CHARACTERS = 128
 """Characters for each token of a conversation beyond which a text is not even encoded."""
 LONG_TEXT = 20_000
-"""Characters from which on a text is encoded in a thread of its own, so that nobody waits."""
+"""A text with this many characters or more is encoded in another thread, so that other requests do
+not wait for it."""
 MOST_EXCHANGES = 256
 """Exchanges that a server without episodes remembers."""
 
@@ -49,7 +50,7 @@ class OpenCall(NamedTuple):
 
 
 class Account:
-    """A user of the server: what was said so far, and which conversations are kept."""
+    """A user of the server: the exchanges so far, and the conversations with caches."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Account:
         return OpenCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
 
     def end(self, call: OpenCall, turn: Turn | None) -> None:
-        """Note what the policy wrote; None if the call failed."""
+        """Record the turn of the policy; None if the call failed."""
 
 
 class EpisodeAccount(Account):
@@ -121,7 +122,7 @@ class EpisodeAccount(Account):
         self._num_running = 0
         self._when = 0
         self.is_over = False
-        """True once the episode is over: what is answered later is not recorded."""
+        """True once the episode is over. Later turns are not recorded."""
 
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         if not self._is_strict:
@@ -309,7 +310,7 @@ class App:
     async def _turns(
         self, account: Account, prompt: list[int], options: Options
     ) -> AsyncGenerator[Turn | None]:
-        """Yield None once a call is accepted, then the turn as it grows; the last one is whole.
+        """Yield None when a call is accepted, then the turn as it grows; the last one is whole.
 
         The turn is noted in the account.
         """
@@ -353,7 +354,7 @@ class App:
         if has_ended:
             closed = account.conversations.give_back(conversation, prompt + whole.tokens)
         else:
-            # Its end has come, so that what is decoded after it is for nobody.
+            # The turn has ended at a stop string, and the sampler would go on decoding.
             account.conversations.drop(conversation)
             closed = [conversation]
         for number in closed:
@@ -384,7 +385,7 @@ class App:
             raise ApiError(400, f"{shown} is no token id of the model")
 
     def _find_end(self, options: Options) -> Callable[[list[int]], int | None]:
-        """Return a function that returns how many tokens a completion has, or None: all."""
+        """Return a function from tokens to the length of the completion; None: all of them."""
         find_string = stop_at(self.tokenizer, options.stop)
         stop_ids = set(options.stop_token_ids)
 
@@ -400,7 +401,7 @@ class App:
 def _cut(turn: Turn, find_end: Callable[[list[int]], int | None]) -> Turn:
     """Return the turn up to its first stop string or stop token.
 
-    The tokens up to there are those that would have been drawn in any case.
+    The sampler would have drawn the same tokens up to there without a stop.
     """
     end = find_end(turn.tokens)
     if end is None or end > len(turn.tokens):
@@ -422,7 +423,7 @@ async def last_reply(items: Items) -> Reply:
 
 
 async def _all(*answers: Coroutine[Any, Any, Reply]) -> list[Reply]:
-    """Return all answers. If one fails, the others are given up."""
+    """Wait for all answers. If one fails, cancel the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer) for answer in answers]

@@ -62,7 +62,7 @@ class History:
             and messages[: len(exchange.messages)] == exchange.messages
         ]
         if known:
-            # The last one that is as long as any.
+            # The latest of the longest ones.
             exchange = max(reversed(known), key=lambda exchange: len(exchange.messages))
             added = messages[len(exchange.messages) :]
             if all(message["role"] in ("user", "tool") for message in added):

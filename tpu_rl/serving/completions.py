@@ -60,7 +60,7 @@ def _choice(
 
     Args:
         tokenizer: writes tokens as texts.
-        request: what the answer shows.
+        request: the request.
         index: the number of the prompt.
         reply: the completion.
         scores: of the prompt and the completion, if the request needs them.
@@ -180,7 +180,7 @@ def _id_log_probs(turn: Turn) -> dict[str, Any]:
 
 
 def _prompt_log_probs(prompt: list[int], scores: Scores) -> list[dict[str, Any] | None]:
-    """Return for each token of the prompt the log-probs by id: its own, then the alternatives."""
+    """Return log-probs by id for each token of the prompt: the token, then its alternatives."""
     shown: list[dict[str, Any] | None] = [None]
     for place, token in enumerate(prompt[1:]):
         top = zip(scores.top_ids[place].tolist(), scores.top_log_probs[place].tolist(), strict=True)

@@ -47,7 +47,7 @@ class Endpoint(NamedTuple):
     """A path of starlette, such as /sessions/{session_id}."""
     answer: Callable[[Request, Any], Any]
     """(request, value of its body) -> JSON value, bytes in protocol buffers, a stream of events, or
-    a `Response`; it may be a coroutine. `request.state.account` is what the key stands for."""
+    a `Response`; it may be a coroutine. `request.state.account` is the account of the key."""
     needs_key: bool = True
     is_json: bool = True
     """True if the body must be JSON; other bodies come as bytes."""

@@ -82,7 +82,7 @@ def _tool(value: Any, place: str) -> dict[str, Any]:
 
 
 def _message(value: Any, place: str, images: protocol.Images) -> list[dict[str, Any]]:
-    """Return the messages of one: each result of a tool is one of its own."""
+    """Split a message of this protocol: each result of a tool becomes a message."""
     fields = Fields(value, place)
     role = fields.require("role", str)
     content = fields.require("content", (str, list))

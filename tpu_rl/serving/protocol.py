@@ -1,4 +1,4 @@
-"""Bodies of requests, and what all protocols share.
+"""Bodies of requests, and the fields that all protocols share.
 
 A key that is unknown is an error: a setting that is silently ignored would be one that the caller
 believes in.
@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong with a request, as OpenAI's servers do."""
+    """An error of a request, in the form of OpenAI's servers."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str = ""):
         super().__init__(message)
@@ -320,7 +320,7 @@ def content_of(
     Args:
         value: a text, or a list of parts.
         kinds: the types of parts that are texts.
-        place: what errors name.
+        place: the name of the content in errors.
         images: gets the files of images; None if the content has no place for them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The sampler's side of a server: turns that many calls ask for are decoded together.
+"""The sampler's side of a server: the turns of many calls are decoded together.
 
 Calls come from the threads of a server. One thread, which owns the devices, decodes them: it calls
 `Pump.step` again and again.
@@ -33,17 +33,17 @@ class Closed(Exception):
 
 
 class PendingTurn(NamedTuple):
-    """A turn that somebody waits for."""
+    """A turn to decode."""
 
     distribution: Any
     """A `Distribution`, or whatever else `make_sampler` makes a sampler of."""
     request: TurnRequest
     is_watched: bool = False
-    """True if somebody wants the tokens as they are drawn."""
+    """True if the call wants the tokens as they are drawn."""
 
 
 class Work(NamedTuple):
-    """Something else that the thread which owns the devices computes."""
+    """Another computation for the thread that owns the devices."""
 
     function: Callable[[], Any]
     future: Future[Any]
@@ -52,13 +52,13 @@ class Work(NamedTuple):
 Item = PendingTurn | int
 """A turn to decode, or a conversation to close."""
 OnGrown = Callable[[Turn], None]
-"""Called with what a turn that goes on has so far, after each segment."""
+"""Called after each segment with the beginning of a turn that is not finished."""
 Share = Callable[[list[Item]], list[list[Item]]]
 """The items of this process -> those of all processes, by index. All processes call it together."""
 
 
 class Pump:
-    """Decodes the turns that calls ask for."""
+    """Decodes the turns of calls."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Pump:
 
         Args:
             make_sampler: makes the sampler of a distribution.
-            share: with several processes, which decode together, gathers what each was asked for.
+            share: gathers the items of all processes, which decode together.
         """
         self._make_sampler = make_sampler
         self._share = share
@@ -183,7 +183,7 @@ class Pump:
         return not self._decoding
 
     def _drain(self, wait_seconds: float) -> list[Item]:
-        """Return the items that came in, and note who waits for each."""
+        """Return the new items, and register the futures and watchers of their calls."""
         items: list[Item] = []
         timeout = wait_seconds
         while True:
@@ -211,7 +211,7 @@ class Pump:
         conversation = turn.request.conversation
         try:
             self._sampler(turn).submit([turn.request])
-        # What one request asks for may not end the server: no program may compile for it.
+        # A request must not end the server, such as one for which no program compiles.
         except Exception as error:
             self._on_grown.pop(conversation, None)
             future = self._futures.pop(conversation, None)
@@ -250,7 +250,7 @@ class Pump:
 
 
 def _do(work: Work) -> None:
-    """Compute a piece of work. What one call asks for may not end the server."""
+    """Compute a piece of work. Its failure must not end the server."""
     try:
         work.future.set_result(work.function())
     except Exception as error:
@@ -270,7 +270,7 @@ class Conversations:
         self._numbers = numbers
         self._most_idle = most_idle
         self._idle: dict[int, list[int]] = {}
-        """Conversation -> its tokens; the one that was used last comes last."""
+        """Conversation -> its tokens, in the order of use."""
         self._busy: set[int] = set()
 
     @property
@@ -281,7 +281,7 @@ class Conversations:
     def take(self, token_ids: list[int]) -> int:
         """Return the conversation that has the most tokens in common with these.
 
-        It is a new one if half of the tokens or more would have to be read in any case.
+        It is a new one if none has half of the tokens or more in common.
         """
         common = {number: common_prefix(tokens, token_ids) for number, tokens in self._idle.items()}
         best = max(common, key=lambda number: common[number], default=None)

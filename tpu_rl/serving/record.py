@@ -21,7 +21,7 @@ from tpu_rl.sampler.conversation_sampler import common_prefix
 
 
 class Call(NamedTuple):
-    """A prompt, and what the policy wrote after it."""
+    """A prompt, and the turn of the policy after it."""
 
     when: int
     """Calls that were under way at the same time have one number; later calls have larger ones."""

@@ -1,4 +1,4 @@
-"""A completion on its way to a client: what all routes translate into the events of their protocol.
+"""A completion on its way to a client, which each route writes in its protocol.
 
 A route reads a request as a `ChatRequest` or `TextRequest`. What answers it is a stream of items:
 one `Accepted`, a `Piece` for each token as it is drawn, and one `Reply`, which has the whole.
@@ -28,7 +28,7 @@ class Accepted(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A token, and the text of the message that is certain with it."""
+    """A token, and the part of the message that it completes."""
 
     token_id: int
     log_prob: float
@@ -141,7 +141,7 @@ class TextStream:
         self._text = _Growing(tokenizer, skip_special=True)
         # Marks of calls may be control tokens.
         self._raw = _Growing(tokenizer, skip_special=False)
-        # A tokenizer whose own files say how turns are read may change any part of the text.
+        # A tokenizer whose files define how turns are parsed may change any part of the text.
         is_own = call_format and tokenizer.backend.parse_response("a", "", []) is not None
         self._is_held = bool(is_own)
         self._count = 0
@@ -159,7 +159,7 @@ class TextStream:
         return text[self._sent :] if text.startswith(self._text.text[: self._sent]) else ""
 
     def _add(self, token: int) -> str:
-        """Return the text that is certain with one more token."""
+        """Return the part of the message that one more token completes."""
         self._text.add(token)
         text = self._text.text
         end = tool_calls.first_mark(text, self._stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib.util
 import ipaddress
@@ -72,6 +73,8 @@ def _protocol() -> type:
     class Protocol(H11Protocol):
         """Closes connections whose next request does not begin, or whose head does not end."""
 
+        _head_timer: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait_for_head()
@@ -84,7 +87,7 @@ def _protocol() -> type:
                 self._wait_for_head()
 
         def _wait_for_head(self) -> None:
-            if getattr(self, "_head_timer", None) is None:
+            if self._head_timer is None:
                 self._head_timer = self.loop.call_later(HEAD_SECONDS, self._end_wait)
 
         def _end_wait(self) -> None:

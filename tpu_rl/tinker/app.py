@@ -494,7 +494,7 @@ class TinkerApp:
         self.service.cancel(fields.require("request_id", str))
         return {}
 
-    # --- what is saved ---
+    # --- saved states ---
 
     def _checkpoint(self, path: str) -> Answer:
         saved = self.service.store
@@ -618,7 +618,7 @@ def _promise(request_id: str) -> Answer:
     return {"request_id": request_id, "model_id": request_id.rpartition(":")[0]}
 
 
-# --- what endpoints call ---
+# --- endpoints ---
 
 
 def _of_path(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:

@@ -164,7 +164,7 @@ class Learner:
     # --- adapters ---
 
     def model_of(self, spec: LoraSpec) -> Model:
-        """Return the model with adapters of a client's own rank and targets."""
+        """Return the model with adapters of the rank and the targets of a client."""
         adapters = self.model.config.adapters
         wanted = {"unembedding": spec.train_unembed, **dict.fromkeys(MLP, spec.train_mlp)}
         chosen = [name for name in adapters.targets if wanted.get(name, spec.train_attn)]
@@ -374,7 +374,10 @@ class Learner:
     def _pack(
         self, settings: Mapping[str, Any], data: list[Datum], width: int | None = None
     ) -> tuple[Batch, Callable[[Array], list[np.ndarray]]]:
-        """Return data in packed rows, and what takes values [K, R, A, ...] to [n, ...] of each."""
+        """Pack data into rows.
+
+        Returns the rows, and a function from values [K, R, A, ...] to those of each datum [n, ...].
+        """
         longest = max(len(datum.tokens) for datum in data)
         if longest > self.max_length:
             raise ApiError(

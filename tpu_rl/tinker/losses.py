@@ -55,7 +55,7 @@ NO_ROWS: Any = None
 
 
 class Loss(NamedTuple):
-    """A loss of the protocol, by what it reads."""
+    """A loss of the protocol, with the inputs that it reads."""
 
     inputs: tuple[str, ...]
     """Numbers of each token that a datum must have."""
@@ -114,7 +114,7 @@ REFUSED = {
 
 
 def losses_of(kind: Array, log_probs: Array, numbers: Numbers, beta: Array) -> Array:
-    """Return the losses [R, L] of the loss that is number `kind` [] of `LOSSES`.
+    """Compute losses [R, L] by the loss with the number `kind` [] in `LOSSES`.
 
     One program serves all losses.
     """

@@ -33,7 +33,7 @@ SLOTS_AT_ONCE = 2048
 SHORTEST_ROW = 32
 """Rows have this length, times a power of two."""
 LONGEST_TREE = 4
-"""Rows are as long as the longest datum needs, or up to so many times longer for trees."""
+"""Rows fit the longest datum; for trees they may be longer, at most by this factor."""
 WORTH_SHARING = 8
 """Fewer common tokens are not shared: data that stand alone fill rows better."""
 
@@ -71,7 +71,9 @@ def pack(
     row_multiple: int,
     share_prefixes: bool,
 ) -> tuple[Batch, Unpack]:
-    """Return data in packed rows, on the host, and what unpacks values of their targets.
+    """Pack data into rows, on the host.
+
+    Returns the rows, and a function that unpacks values of their targets.
 
     Args:
         settings: those of the request's loss.

@@ -45,7 +45,7 @@ class Decoding(NamedTuple):
 
 
 class SampleRequest(NamedTuple):
-    """A prompt, and what is asked about it."""
+    """A request for completions of a prompt, and for log-probs of the prompt."""
 
     tokens: list[int]
     num_samples: int
@@ -184,7 +184,7 @@ def sampler_factory(
 def turns_of(
     request: SampleRequest, weights: Hashable, numbers: Any, max_length: int
 ) -> list[TurnRequest]:
-    """Return a turn for each sample, with a number of `numbers` and a key of its own."""
+    """Return a turn for each sample. Each has a new number and its own random key."""
     seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
     key = np.array(divmod(seed, 2**32), np.uint32)
     room = max_length - len(request.tokens)
@@ -225,7 +225,7 @@ def _next_of(tokens: list[int]) -> np.ndarray:
 
 
 def _add_prompt(response: Any, request: SampleRequest, learner: Learner, snapshot: Params) -> None:
-    """Add what a request asks about its prompt."""
+    """Add the log-probs of the prompt that a request wants."""
     length = len(request.tokens)
     targets = _next_of(request.tokens)
     if request.targets is not None:

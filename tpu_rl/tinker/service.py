@@ -156,7 +156,7 @@ class Snapshots:
                 save_file(arrays, self._folder / f"{oldest}.safetensors")
 
     def get(self, name: Hashable) -> Params:
-        """Return a snapshot. A number is one that was `put`, a text is a path or `BASE`."""
+        """Return a snapshot by its name: a number that was `put`, a path, or `BASE`."""
         if name not in self._held:
             self.put(name, self._read(name))
         self._held.move_to_end(name)
@@ -389,7 +389,7 @@ class Service:
         self._admit()
         try:
             self._pump.step(0.0 if worked else wait_seconds)
-        # A failure, as without memory for it, is the answer to what was asked.
+        # A failure, such as a lack of memory, is the answer to all open requests.
         except Exception as error:
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
             self._pump.fail(error)

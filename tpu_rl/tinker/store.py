@@ -32,7 +32,7 @@ from tpu_rl.tinker.learner import Adapter, Learner, LoraSpec, Moments
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-"""Folder -> the protocol's name of what it holds."""
+"""Folder -> the protocol's name for the kind of states in it."""
 ABOUT = "tinker.json"
 OPTIMIZER = "optimizer.safetensors"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
@@ -59,9 +59,9 @@ class Store:
 
         Args:
             path: a path of Tinker.
-            adapter: what to save.
+            adapter: the adapter.
             about: further facts, which `describe` returns.
-            seconds: how long it is kept; None: for ever.
+            seconds: the state expires after this time; None: never.
         """
         folder = self.folder(path)
         spec = adapter.spec
@@ -147,7 +147,7 @@ class Store:
         return self.root / run.replace(":", "_") / kind / name
 
     def describe(self, path: str) -> dict[str, Any]:
-        """Return the facts about what is saved at a path.
+        """Return the facts that were saved with a state.
 
         Raises:
             ApiError: if there is nothing.
@@ -163,7 +163,7 @@ class Store:
         return about
 
     def set_expiry(self, path: str, seconds: int | None) -> None:
-        """Keep what is saved at a path for this time from now on."""
+        """Let a saved state expire after this time from now on; None: never."""
         expires = None if seconds is None else time.time() + seconds
         about = self.describe(path) | {"expires": expires}
         folder = self.folder(path)
@@ -172,12 +172,12 @@ class Store:
         manifests.write(folder)
 
     def delete(self, path: str) -> None:
-        """Delete what is saved at a path."""
+        """Delete a saved state."""
         self.describe(path)
         shutil.rmtree(self.folder(path))
 
     def paths(self, run: str | None = None) -> Iterator[str]:
-        """Yield the paths of all that is saved, or of one run, the oldest first."""
+        """Yield the paths of all saved states, or of those of one run, the oldest first."""
         times_and_paths = []
         for file in self.root.glob(f"*/*/*/{ABOUT}"):
             name, kind, owner = (part.name for part in list(file.parents)[:3])
@@ -188,7 +188,7 @@ class Store:
         yield from (path for _, path in sorted(times_and_paths))
 
     def size(self, path: str) -> int:
-        """Return the bytes that are saved at a path."""
+        """Return the size of a saved state in bytes."""
         return sum(file.stat().st_size for file in self.folder(path).iterdir())
 
 

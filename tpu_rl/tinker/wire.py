@@ -58,6 +58,7 @@ enumerations numbers, which is the same on the wire."""
 def _messages() -> dict[str, Any]:
     """Return the classes of the messages in `_SCHEMA`."""
     kinds = descriptor_pb2.FieldDescriptorProto
+    scalars = dict(kinds.Type.items())
     file = descriptor_pb2.FileDescriptorProto(
         name="tpu_rl_tinker.proto", package="tpu_rl_tinker", syntax="proto3"
     )
@@ -69,7 +70,7 @@ def _messages() -> dict[str, Any]:
             descriptor = message.field.add(name=field_name, number=int(number))
             is_repeated = kind.endswith("*")
             descriptor.label = kinds.LABEL_REPEATED if is_repeated else kinds.LABEL_OPTIONAL
-            scalar = getattr(kinds, f"TYPE_{kind.rstrip('*').upper()}", None)
+            scalar = scalars.get(f"TYPE_{kind.rstrip('*').upper()}")
             descriptor.type = kinds.TYPE_MESSAGE if scalar is None else scalar
             if scalar is None:
                 descriptor.type_name = f".{file.package}.{kind.rstrip('*')}"
@@ -95,7 +96,7 @@ class Datum(NamedTuple):
     tokens: np.ndarray
     """[n] int32."""
     inputs: dict[str, np.ndarray]
-    """By name, `target_tokens` and what the loss reads: [n] or [n, K], int64 or float32."""
+    """Inputs of the loss by name, with `target_tokens`: [n] or [n, K], int64 or float32."""
 
 
 class ForwardBackward(NamedTuple):
@@ -110,7 +111,7 @@ class ForwardBackward(NamedTuple):
 
 
 def parse_forward_backward(body: bytes) -> tuple[str, int, ForwardBackward | ApiError]:
-    """Return the model and the number of a request, and the request, or what is wrong with it.
+    """Return the model and the number of a request, and the request or its error.
 
     Raises:
         ApiError: if the body is no request at all.
