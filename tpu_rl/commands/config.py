@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import tyro
 import yaml
@@ -198,7 +198,7 @@ class StopConfig:
     """The better values of --stop.metric."""
     patience: ranges.CountOrNone = 0
     """End the run after so many evaluations in a row without a better value; 0 never does."""
-    min_gain: ranges.NotNegative = 0.0
+    min_gain: Annotated[float, ranges.In("[0, inf]")] = 0.0
     """A value is better only if it exceeds the best one by more than this."""
     best: bool = False
     """The run's model is that of the evaluation with the best value, not that of the last step."""
