@@ -476,14 +476,17 @@ def test_by_turn_the_critic_is_read_and_taught_at_the_first_token_of_a_turn():
     weights = layout.unpack(batch.weights["value"])
     np.testing.assert_allclose(weights, starts / starts.sum(), rtol=1e-6)
     assert starts.sum() < data.action_mask.sum()
-    values = layout.unpack(batch.targets.old_values)
+    values = layout.unpack(batch.extras["targets"].old_values)
     arguments = (data.rewards, values, data.action_mask, 0.9)
     np.testing.assert_allclose(
         layout.unpack(batch.advantages), advantages.turn_gae(*arguments, 0.5), rtol=0, atol=1e-6
     )
     returns = values + advantages.turn_gae(*arguments, 0.8)
     np.testing.assert_allclose(
-        layout.unpack(batch.targets.returns), np.where(starts, returns, 0), rtol=0, atol=1e-6
+        layout.unpack(batch.extras["targets"].returns),
+        np.where(starts, returns, 0),
+        rtol=0,
+        atol=1e-6,
     )
 
 

@@ -263,7 +263,8 @@ def compare(family: str, tree: Tree, kernel: bool = False, **cut: Any) -> list[f
 )
 def test_log_probs_and_gradients_equal_a_row_per_path(family, seed, row_length):
     differences = compare(family, random_tree(seed), row_length=row_length)
-    assert max(differences) < 2e-6, differences
+    # float32, where the sums of a tree have another order. Some CPUs round up to 2.2e-6 apart.
+    assert max(differences) < 4e-6, differences
 
 
 @pytest.mark.nightly
