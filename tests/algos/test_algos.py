@@ -73,7 +73,7 @@ PARTS_BESIDE_THE_FORMULA = {
     "texts_beside",
     "top_entropy",
 }
-"""Cases with a part that the plain formula below has not. Their values are in the tests of parts."""
+"""Cases with a part that the plain formula below has not. The tests of parts have their values."""
 GRPO = [
     name
     for name, case in CASES.items()

@@ -22,7 +22,7 @@ from tpu_rl.losses.policy_gradient import (
     policy_metrics,
 )
 from tpu_rl.losses.reference_kl import ReferenceKl, kl_to_reference, reference_metrics
-from tpu_rl.losses.sampler_correction import SamplerCorrection, importance_weights
+from tpu_rl.losses.sampler_correction import SamplerCorrection, correction, importance_weights
 from tpu_rl.types import PackedRows
 
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.2)
@@ -139,7 +139,8 @@ def test_importance_weights_make_expectations_those_of_the_old_policy():
 
         def loss(logits):
             token_log_probs = TokenLogProbs(jax.nn.log_softmax(logits)[None], jnp.zeros((1, 5)))
-            return policy_loss(token_log_probs, batch, CLIPPED)[0]
+            part = correction(SamplerCorrection(importance_sampling_cap=100.0))
+            return policy_loss(token_log_probs, batch, CLIPPED, [part])[0]
 
         return jax.grad(loss)(logits)
 

@@ -243,15 +243,17 @@ def as_rows_of_turns(rollout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", EVERY)
-@pytest.mark.parametrize("credit", ["episode", "turn"])
-def test_an_episode_counts_once_however_many_rows_it_has(advantage, credit):
+@pytest.mark.parametrize("given_to", ["episode", "turn"])
+def test_an_episode_counts_once_however_many_rows_it_has(advantage, given_to):
     rollout = tiny.rollout()
     split, rows = as_rows_of_turns(rollout)
     assert len(rows) > len(rollout.tokens)
 
     def credited(data):
         returns = jnp.where(data.action_mask, data.rewards, 0.0).sum(-1)
-        return credit.credited_advantages(data, data.rewards, returns, advantage, credit, 0.9, 1.0)
+        return credit.credited_advantages(
+            data, data.rewards, returns, advantage, given_to, 0.9, 1.0
+        )
 
     expected = jnp.where(split.action_mask, credited(rollout)[rows], 0.0)
     assert np.abs(expected).max() > 0.1
