@@ -24,7 +24,7 @@ import tinker_overhead
 
 from tpu_rl import tokenizers
 from tpu_rl.commands import config, roles
-from tpu_rl.evaluation.answer_accuracy import wilson
+from tpu_rl.evaluation.intervals import wilson
 from tpu_rl.tasks.arithmetic import ArithmeticSource, correct
 
 MODEL = "builtin:arithmetic"

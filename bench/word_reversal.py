@@ -25,7 +25,7 @@ from typing import Any
 import arms
 import peers
 
-from tpu_rl.evaluation.answer_accuracy import mean_estimate
+from tpu_rl.evaluation.intervals import mean_estimate
 
 RECIPE = arms.ROOT / "recipes" / "word_reversal"
 PROMPTS = 16

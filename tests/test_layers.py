@@ -74,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": STATE | {"storage"},
     "runtime": STATE | {"redaction", "storage"},
     "checkpoint": STATE | {"runtime", "metrics", "run_files", "storage"},
-    "report": {"errors", "metrics", "redaction", "run_files"},
+    "report": {"errors", "metrics", "redaction", "run_files", "evaluation.intervals"},
     # Experience.
     "sandbox": {"errors"},
     "environments": BASICS | {"user_code", "wings"} | WORKERS,

@@ -22,7 +22,7 @@ from tpu_rl.commands import config, run
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.evaluate import evaluate, evaluate_q_sharp
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.evaluation import answer_accuracy
+from tpu_rl.evaluation import intervals
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.sources import q_examples
 from tpu_rl.losses.return_distributions import Support
@@ -510,8 +510,8 @@ def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
 
 @pytest.mark.parametrize("is_graded", [True, False])
 def test_the_mean_of_a_graded_reward_is_shown(is_graded, capsys):
-    accuracy = answer_accuracy.Estimate(0.4, 0.3, 0.5, 8)
-    reward = answer_accuracy.Estimate(0.62, 0.55, 0.69, 8) if is_graded else accuracy
+    accuracy = intervals.Estimate(0.4, 0.3, 0.5, 8)
+    reward = intervals.Estimate(0.62, 0.55, 0.69, 8) if is_graded else accuracy
     line = guided_accuracy.Line("reference", None, accuracy, reward, None, 0.0, 5.0, [], [])
     evaluate_q_sharp.report("title", [line], [], 1)
     printed = capsys.readouterr().out

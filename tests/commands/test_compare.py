@@ -34,7 +34,7 @@ def test_models_are_paired_on_the_problems_that_they_share(tmp_path, capsys):
     # Shared are a, b and d: 0, 0, 1 against 0, 1, 1.
     assert f"| {a} | 0.333 " in printed
     assert f"| {b} | 0.667 " in printed
-    assert "| +0.333 (+0.000 to +1.000) | 1 | 0.667 | 0.667 |" in printed
+    assert "| +0.333 (-0.456 to +0.856) | 1 | 0.667 | 0.667 |" in printed
 
 
 def test_graded_answers_have_no_test_of_counts(tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_methods_are_compared_over_seeds(capsys):
     values = {name: [float(index)] for index, name in enumerate("abcdefgh")}
     text = compare.over_seeds(groups, values, "last metric")
     assert "| grpo | 4 | 1 | 1.500 | 1.500 (" in text
-    assert "| ppo | 1.000 (1.000 to 1.000) |" in text
+    assert "| ppo | 1.000 (no interval) |" in text
     with pytest.raises(InputError, match="names a method twice"):
         compare.groups_of(("a", "a"))
     with pytest.raises(InputError, match="names no model"):

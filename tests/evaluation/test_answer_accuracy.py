@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from tpu_rl import rewards, tokenizers, wings
 from tpu_rl.commands.evaluate import evaluate as evaluate_command
@@ -18,16 +19,19 @@ from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.evaluation.answer_accuracy import (
     Problem,
     best_of,
-    estimate,
     evaluate,
     majority,
     majority_vote,
-    mean_estimate,
     pass_at,
     pass_at_k,
-    ratio_estimate,
     weighted,
     weighted_vote,
+)
+from tpu_rl.evaluation.intervals import (
+    estimate,
+    mean_estimate,
+    ratio_estimate,
+    share_interval,
     wilson,
 )
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
@@ -62,6 +66,20 @@ def test_wilson_interval_equals_published_values():
     assert wilson(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="3 successes in 2"):
         wilson(3, 2)
+
+
+@pytest.mark.parametrize("n", [8, 12, 50, 500])
+@pytest.mark.parametrize("p", [0, 0.02, 0.5, 0.98, 1])
+def test_the_interval_of_a_share_covers(n, p):
+    """The exact chance that the interval has p: the nominal 95 %, but for the steps of a count."""
+    counts = np.arange(n + 1)
+    chances = scipy.stats.binom.pmf(counts, n, p)
+    ends = [share_interval(count, n) for count in counts]
+    covered = sum(
+        chance for chance, (low, high) in zip(chances, ends, strict=True) if low <= p <= high
+    )
+    assert covered >= 0.925
+    assert all(low < high for low, high in ends)
 
 
 @pytest.mark.parametrize(("n", "share"), [(10, 0.3), (50, 0.9), (30, 0.02)])
@@ -125,7 +143,7 @@ def test_metrics_count_problems():
     assert pass_at(problems, 2)[0] == pytest.approx((1 + 2 / 3) / 2)
     assert pass_at(problems, 2).n == 2
     assert majority_vote(problems).value == pytest.approx(1 / 3)
-    assert pass_at(problems, 1)[1:3] == wilson(1, 3)
+    assert pass_at(problems, 1)[1:3] == share_interval(1, 3)
     scores = [[0.1, 0.2, 0.9], [0.8, 0.5, 0.4], [0.3]]
     assert best_of(problems, scores).value == pytest.approx(1 / 3)  # a: 2, wrong. b: 3, right.
     assert weighted_vote(problems, scores).value == 0  # a: 0.3 against 0.9. b: 0.8 against 0.9.
@@ -153,7 +171,10 @@ def test_mean_of_graded_rewards_has_a_t_interval():
     result = mean_estimate([0.1, 0.4, 0.7])
     # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.302653.
     assert result == pytest.approx((0.4, 0.4 - 4.302653 * 0.173205, 0.4 + 4.302653 * 0.173205, 3))
-    assert mean_estimate([-2.5] * 4) == (-2.5, -2.5, -2.5, 4)
+    # Equal numbers do not tell their spread, but verdicts have the interval of a share.
+    assert math.isnan(mean_estimate([-2.5] * 4).low)
+    assert mean_estimate([1.0] * 12) == estimate([1.0] * 12)
+    assert mean_estimate([-1.0] * 8) == pytest.approx((-1, -1, 2 * wilson(0, 8)[1] - 1, 8))
     alone = mean_estimate([3.0])
     assert (alone.value, alone.n) == (3.0, 1)
     assert math.isnan(alone.low)

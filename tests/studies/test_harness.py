@@ -12,7 +12,7 @@ from tpu_rl.commands import compose
 from tpu_rl.commands.config import MeshConfig
 from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError, MachineError
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.sampler import Scores
 from tpu_rl.studies import harness
 

@@ -19,7 +19,9 @@ def test_the_score_is_the_relative_drop_times_the_similarity():
 
 def test_a_model_that_answers_variants_as_well_or_nothing_has_no_memory():
     ones = np.ones(3)
-    assert memorization.score(ones, ones, ones)[:3] == (0, 0, 0)
+    nothing = memorization.score(ones, ones, ones)
+    # An outcome that three problems do not show may have a share of 1 - 0.025^(1 / 3).
+    assert nothing[:3] == pytest.approx((0, 0, 0.7076), abs=1e-4)
     assert memorization.score(0 * ones, ones, ones).value == 0
     assert memorization.score(0 * ones, 0 * ones, ones).value == 0
 

@@ -18,7 +18,7 @@ from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation import answer_accuracy, calibration
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.rewards import registry

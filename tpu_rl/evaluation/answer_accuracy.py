@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation import calibration
 from tpu_rl.evaluation.calibration import Calibration
+from tpu_rl.evaluation.intervals import Estimate, estimate, mean_estimate
 from tpu_rl.rewards import AnswerReaders, ReadGroups
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import by_episode
@@ -25,15 +25,6 @@ from tpu_rl.types import Params, Rollout
 
 ANY_LENGTH = 2**31 - 1
 """A limit for the tokens of prompts that limits nothing."""
-
-
-class Estimate(NamedTuple):
-    """A share of n problems with its 95 % Wilson interval, or a mean with that of Student's t."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
 
 @dataclass(frozen=True)
@@ -170,7 +161,10 @@ def _is_graded(rewards: np.ndarray) -> bool:
 def _mean_reward(values: np.ndarray, group_size: int) -> Estimate:
     """Return the mean over problems of the mean of a problem's values; NaN is no value."""
     groups = [group[np.isfinite(group)] for group in values.reshape(-1, group_size)]
-    return mean_estimate([float(group.mean(dtype=np.float64)) for group in groups if len(group)])
+    means = [float(group.mean(dtype=np.float64)) for group in groups if len(group)]
+    # Means of zeros and ones vary at most as much as zeros and ones do.
+    is_share = np.isin(values[np.isfinite(values)], (0, 1)).all()
+    return estimate(means) if is_share and means else mean_estimate(means)
 
 
 def _group_answers(
@@ -246,77 +240,6 @@ def judged(problems: Sequence[Problem], judge: str) -> tuple[list[list[float]], 
         for row in (values if is_weight else scores)
     ]
     return [row.tolist() for row in scores], [row.tolist() for row in weights]
-
-
-def estimate(shares: Sequence[float]) -> Estimate:
-    """Return the mean of one number in [0, 1] per problem, with its interval.
-
-    Without any problem the value is NaN, and the interval is 0 to 1.
-    """
-    n = len(shares)
-    value = math.fsum(shares) / n if n else math.nan
-    return Estimate(value, *wilson(math.fsum(shares), n), n)
-
-
-def mean_estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of one number per problem, with its 95 % interval by Student's t.
-
-    Without any problem the value is NaN. With fewer than two the interval is NaN.
-    """
-    n = len(values)
-    if n < 2:
-        return Estimate(values[0] if n else math.nan, math.nan, math.nan, n)
-    mean = math.fsum(values) / n
-    standard_error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
-    half = _t_quantile(n - 1) * standard_error
-    return Estimate(mean, mean - half, mean + half, n)
-
-
-def ratio_estimate(totals: Sequence[float], counts: Sequence[int]) -> Estimate:
-    """Return the sum of totals over the sum of counts, with its 95 % interval by Student's t.
-
-    For a mean per token, with one total and one count of tokens for each text. Texts are
-    independent of each other and tokens are not, so that the interval is over texts (the ratio
-    estimator; W. G. Cochran, Sampling Techniques, 1977, equation 6.13). Texts without tokens do not
-    count. Without any text the value is NaN. With fewer than two the interval is NaN.
-    """
-    texts = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
-    n = len(texts)
-    num_tokens = sum(count for _, count in texts)
-    value = math.fsum(total for total, _ in texts) / num_tokens if n else math.nan
-    if n < 2:
-        return Estimate(value, math.nan, math.nan, n)
-    squares = math.fsum((total - value * count) ** 2 for total, count in texts)
-    standard_error = math.sqrt(squares * n / (n - 1)) / num_tokens
-    half = _t_quantile(n - 1) * standard_error
-    return Estimate(value, value - half, value + half, n)
-
-
-def _t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t with some degrees of freedom."""
-    from scipy import special  # It takes time to import, and most commands need no interval.
-
-    return float(special.stdtrit(degrees, 0.975))
-
-
-def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of n trials (E. B. Wilson, JASA 22, 1927).
-
-    `successes` may be fractional. A sum of numbers in [0, 1] varies at most as much as a count with
-    the same mean, so the interval is then conservative.
-
-    Raises:
-        ValueError: if `successes` is not between 0 and n.
-    """
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes in {n} trials")
-    if n == 0:
-        return 0.0, 1.0
-    z = 1.959963984540054  # The 97.5 % quantile of the normal distribution.
-    share = successes / n
-    center = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, center - half), min(1.0, center + half)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

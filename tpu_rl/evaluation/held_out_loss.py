@@ -9,8 +9,8 @@ import numpy as np
 
 from tpu_rl import data
 from tpu_rl.data import Row
-from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation import intervals
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Demonstrations, Params, Rollout
@@ -58,7 +58,7 @@ def _loss(
     def loss(params: Params) -> Estimate:
         texts = [text for of_row in log_probs(params, rows, to_texts) for text in of_row]
         totals = [-float(text.sum(dtype=np.float64)) for text in texts]
-        return answer_accuracy.ratio_estimate(totals, [len(text) for text in texts])
+        return intervals.ratio_estimate(totals, [len(text) for text in texts])
 
     return loss
 

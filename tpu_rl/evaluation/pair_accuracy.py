@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from tpu_rl import data
 from tpu_rl.data import Row
-from tpu_rl.evaluation import answer_accuracy
+from tpu_rl.evaluation import intervals
 from tpu_rl.experience.sources.pairs import ToPairs
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.tokenizers import Tokenizer
@@ -128,7 +128,7 @@ def graded_accuracy(
     return evaluate
 
 
-def good_above_bad(scores: np.ndarray, good: np.ndarray) -> answer_accuracy.Estimate:
+def good_above_bad(scores: np.ndarray, good: np.ndarray) -> intervals.Estimate:
     """Return the chance that a good completion scores above a bad one: the area under the ROC.
 
     A tie counts one half. The interval, and n, count the completions of the rarer label; the area
@@ -151,7 +151,7 @@ def good_above_bad(scores: np.ndarray, good: np.ndarray) -> answer_accuracy.Esti
         shares = shares_below(scores[good], scores[~good])
     else:
         shares = 1 - shares_below(scores[~good], scores[good])
-    return answer_accuracy.estimate(shares.tolist())
+    return intervals.estimate(shares.tolist())
 
 
 def lengths_of(
@@ -185,7 +185,7 @@ def longer_or_shorter(train_lengths: np.ndarray, held_out_lengths: np.ndarray) -
     return right if longer_wins(train_lengths).mean() >= 0.5 else 1 - right
 
 
-def as_metrics(prefix: str, estimate: answer_accuracy.Estimate) -> dict[str, float]:
+def as_metrics(prefix: str, estimate: intervals.Estimate) -> dict[str, float]:
     """Return an estimate as four metrics."""
     return {
         f"{prefix}accuracy": estimate.value,
@@ -195,9 +195,9 @@ def as_metrics(prefix: str, estimate: answer_accuracy.Estimate) -> dict[str, flo
     }
 
 
-def by_problem(shares: np.ndarray, problems: Sequence[int]) -> answer_accuracy.Estimate:
+def by_problem(shares: np.ndarray, problems: Sequence[int]) -> intervals.Estimate:
     """Return the mean over problems of each problem's mean, with its interval."""
     of_row = np.array(problems)
-    return answer_accuracy.estimate(
+    return intervals.estimate(
         [float(np.mean(shares[of_row == problem])) for problem in sorted(set(problems))]
     )

@@ -21,7 +21,7 @@ import numpy as np
 
 from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
-from tpu_rl.evaluation import answer_accuracy, pair_accuracy
+from tpu_rl.evaluation import intervals, pair_accuracy
 from tpu_rl.evaluation.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
 from tpu_rl.experience.rows import label_flips
 from tpu_rl.experience.sources import pairing
@@ -39,7 +39,7 @@ class Accuracy(NamedTuple):
 
     name: str
     """"" is the model on everything; others are slices, or simple rules."""
-    estimate: answer_accuracy.Estimate
+    estimate: intervals.Estimate
 
 
 Judge = Callable[[Params, bool], list[Accuracy]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def of(estimate: Any, signed: bool = False) -> str:
-    """Return "0.612 (0.568 to 0.654)" of an estimate with its interval.
+    """Return "0.612 (0.568 to 0.654)" of an estimate with its interval, if it has one.
 
     Args:
         estimate: has `value`, `low` and `high`.
@@ -25,4 +26,4 @@ def of(estimate: Any, signed: bool = False) -> str:
     value, low, high = (
         f"{number:{sign}.3f}" for number in (estimate.value, estimate.low, estimate.high)
     )
-    return f"{value} ({low} to {high})"
+    return f"{value} ({low} to {high})" if math.isfinite(estimate.low) else f"{value} (no interval)"

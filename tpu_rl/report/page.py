@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_rl import run_files
 from tpu_rl.errors import InputError, typed_command
+from tpu_rl.evaluation.intervals import NORMAL_95, share_interval
 from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
 from tpu_rl.report import charts, completion_pages, html_page, plots
@@ -442,10 +443,23 @@ def _reward_chart(run: Run) -> str:
         and len(reward.x) == len(spread.x) == len(tokens.x) == len(length.x)
     ):
         completions = tokens.y / np.maximum(length.y, 1e-9)
-        half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
-        reward = reward._replace(band=(reward.y - half, reward.y + half))
+        reward = reward._replace(band=_band(reward.y, spread.y, np.maximum(completions, 1)))
         note += " Band: 95 % interval of the mean, as if completions were independent."
     return lines_html(Chart("Reward", note, {}), [reward], run.page_steps)
+
+
+def _band(mean: np.ndarray, spread: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of the 95 % interval of each step's mean of n rewards.
+
+    The spread of zeros and ones is sqrt(mean (1 - mean)). They have the interval of a share.
+    """
+    half = NORMAL_95 * spread / np.sqrt(n)
+    low, high = mean - half, mean + half
+    variance = mean * (1 - mean)
+    for step in np.flatnonzero(np.isclose(spread**2, variance, rtol=1e-3, atol=1e-6)):
+        share = min(max(mean[step], 0.0), 1.0)
+        low[step], high[step] = share_interval(share * n[step], n[step])
+    return low, high
 
 
 def _reward_parts_chart(run: Run) -> str:

@@ -2,7 +2,8 @@
 
 Paired, over the problems that two models have both answered (one number per problem):
 
-    difference    mean of b - a, with a percentile bootstrap over problems
+    difference    mean of b - a, with an interval that two further problems widen
+                  (D. G. Bonett and R. M. Price, J. Educational and Behavioral Statistics 37, 2012)
     McNemar       two-sided exact test on the problems that only one of them solves
                   (Q. McNemar, Psychometrika 12, 1947)
     agreement     share of problems with the same number
@@ -25,19 +26,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.intervals import NORMAL_95, Estimate, t_quantile
 
 RESAMPLES = 2000
 """Resamples of a bootstrap. The ends of an interval then vary by about a 30th of its width."""
 
 
-def paired_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
-    """Return the mean of b - a over problems, with its 95 % bootstrap interval.
+def paired_difference(a: np.ndarray, b: np.ndarray) -> Estimate:
+    """Return the mean of b - a over problems, with its 95 % interval.
+
+    The interval is that of the mean of n + 2 differences: those of the n problems, m and -m. With
+    m = 1 it is Bonett and Price's for shares, which takes the normal quantile. Differences of
+    other numbers take Student's t, and m is the largest of their sizes, so that a few equal
+    differences do not claim certainty. If no number changed, m is 1 for numbers within [0, 1], and
+    the interval of others is NaN.
 
     Args:
         a: [n] one number per problem.
         b: [n] of the same problems.
-        seed: of the resampling.
 
     Raises:
         ValueError: if the problems are none, or not as many.
@@ -46,12 +52,21 @@ def paired_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
         raise ValueError(f"{a.shape} numbers against {b.shape}")
     difference = np.asarray(b, np.float64) - np.asarray(a, np.float64)
     n = len(difference)
-    rng = np.random.default_rng(seed)
-    # A hundred resamples at a time bound the memory.
-    draws = (difference[rng.integers(n, size=(100, n))].mean(1) for _ in range(RESAMPLES // 100))
-    means = np.concatenate(list(draws))
-    low, high = np.percentile(means, [2.5, 97.5])
-    return Estimate(float(difference.mean()), float(low), float(high), n)
+    numbers = np.concatenate([a, b])
+    are_shares = bool(np.isin(numbers, (0, 1)).all())
+    mean = float(difference.mean())
+    m = 1.0 if are_shares else float(np.abs(difference).max())
+    if not m and (numbers.min() < 0 or numbers.max() > 1):
+        return Estimate(mean, math.nan, math.nan, n)
+    m = m or 1.0
+    padded = np.concatenate([difference, [m, -m]])
+    if are_shares:
+        half = NORMAL_95 * padded.std() / math.sqrt(n + 2)
+    else:
+        half = t_quantile(n + 1) * padded.std(ddof=1) / math.sqrt(n + 2)
+    middle = padded.mean()
+    # The mean of the n + 2 is nearer to 0 than that of the n; the interval has both.
+    return Estimate(mean, min(mean, float(middle - half)), max(mean, float(middle + half)), n)
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
@@ -107,7 +122,8 @@ def stratified_bootstrap(
     """Return a statistic of score arrays [R, M] with its 95 % bootstrap interval.
 
     Each resample draws R seeds with replacement for every task by itself. `n` is the number of
-    scores of the first array. With one seed, the interval has no width and says nothing.
+    scores of the first array. The interval is NaN with one seed and wherever all resamples agree:
+    their spread is then unknown.
     """
     rng = np.random.default_rng(seed)
 
@@ -117,4 +133,6 @@ def stratified_bootstrap(
 
     values = [statistic(*map(resampled, scores)) for _ in range(RESAMPLES)]
     low, high = np.percentile(values, [2.5, 97.5])
+    if low == high:
+        low = high = math.nan
     return Estimate(statistic(*scores), float(low), float(high), scores[0].size)

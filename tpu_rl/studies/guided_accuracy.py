@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from tpu_rl import sampler
 from tpu_rl.data import Row
 from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
+from tpu_rl.evaluation.answer_accuracy import Evaluation
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.losses.return_distributions import Method, Support
 from tpu_rl.rewards import AnswerReaders
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine

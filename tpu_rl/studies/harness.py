@@ -28,14 +28,13 @@ from jax.sharding import Mesh
 
 from tpu_rl import sampler
 from tpu_rl.errors import InputError, MachineError
-from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation import intervals
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rollout.prompts import stop_at
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, Score, TurnRequest
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Policy, Purpose
 
-NORMAL_95 = 1.959963984540054
 MOST_NEW_TOKENS = 256
 """Tokens of a completion, if the task does not say."""
 MOST_AT_ONCE = 32
@@ -171,14 +170,14 @@ def _estimates(results: Mapping[str, Any]) -> dict[str, Estimate]:
             if name.endswith("_stderr") or isinstance(value, str) or not rule:
                 continue
             error = values.get(f"{name}_stderr,{rule}")
-            half = NORMAL_95 * error if isinstance(error, (int, float)) else math.nan
+            half = intervals.NORMAL_95 * error if isinstance(error, (int, float)) else math.nan
             low = value - half
             high = value + half
-            # The standard error of a share of n: its interval is Wilson's, as everywhere here.
+            # The standard error of a share of n: its interval is as everywhere here.
             if n > 1 and 0 <= value <= 1:
                 of_share = math.sqrt(value * (1 - value) / (n - 1))
-                if math.isclose(half, NORMAL_95 * of_share, rel_tol=1e-6, abs_tol=1e-9):
-                    low, high = answer_accuracy.wilson(value * n, n)
+                if math.isclose(half, intervals.NORMAL_95 * of_share, rel_tol=1e-6, abs_tol=1e-9):
+                    low, high = intervals.share_interval(value * n, n)
             label = " ".join([task, name, *([] if rule == "none" else [rule])])
             estimates[label] = Estimate(float(value), low, high, n)
     return estimates

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.studies.comparison import RESAMPLES
 
 
@@ -48,6 +48,8 @@ def similarities(
 def score(original: np.ndarray, variant: np.ndarray, similarity: np.ndarray) -> Estimate:
     """Return the memorization score with its 95 % bootstrap interval over problems.
 
+    The interval is at least as wide as if an outcome that no problem showed were possible.
+
     Args:
         original: [n] the accuracy on each problem.
         variant: [n] the accuracy on its variant.
@@ -65,4 +67,9 @@ def score(original: np.ndarray, variant: np.ndarray, similarity: np.ndarray) -> 
     # A hundred resamples at a time bound the memory.
     means = [columns[rng.integers(n, size=(100, n))].mean(1) for _ in range(RESAMPLES // 100)]
     low, high = np.percentile(of(np.concatenate(means)), [2.5, 97.5])
-    return Estimate(float(of(columns.mean(0))), float(low), float(high), n)
+    value = float(of(columns.mean(0)))
+    # What none of n problems showed may be the outcome of this share of all (p^n = 0.025).
+    unseen = 1 - 0.025 ** (1 / n)
+    low = min(low, value * (1 - unseen))
+    high = max(high, value + (1 - value) * unseen)
+    return Estimate(value, float(low), float(high), n)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tpu_rl.evaluation.answer_accuracy import Estimate, ratio_estimate
+from tpu_rl.evaluation.intervals import Estimate, ratio_estimate
 from tpu_rl.sampler.text_scores import Score
 from tpu_rl.types import Rollout
 

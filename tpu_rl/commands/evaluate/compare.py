@@ -38,7 +38,7 @@ from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.report import markdown
 from tpu_rl.studies import comparison, memorization
 

@@ -42,7 +42,8 @@ from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.evaluation import answer_accuracy, calibration, held_out_loss
-from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
+from tpu_rl.evaluation.answer_accuracy import Evaluation
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.experience.rows import tasks
@@ -586,12 +587,12 @@ def table_lines(
 ) -> list[tuple[str, str, str, str]]:
     """Return (name, value, interval, problems) of each measure."""
     lines = [
-        (name, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+        (name, f"{percent(estimate.value)} %", percents(estimate), str(estimate.n))
         for name, estimate in measures(flags, results)
     ]
     for name, result in results.items():
         for reward, estimate in mean_rewards(scorer, result).items():
-            limits = f"{estimate.low:.3g} to {estimate.high:.3g}"
+            limits = interval(estimate, ".3g")
             line = (f"mean {reward}, {name}", f"{estimate.value:.3g}", limits, str(estimate.n))
             lines.append(line)
     return lines
@@ -670,7 +671,7 @@ def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
 def report_loss(flags: Flags, estimate: Estimate) -> None:
     """Print the loss of demonstrations."""
     table = Table("", "value", "95 % interval", "rows", title=escape(flags.model))
-    limits = f"{estimate.low:.4f} to {estimate.high:.4f}"
+    limits = interval(estimate, ".4f")
     table.add_row("loss, nats per token", f"{estimate.value:.4f}", limits, str(estimate.n))
     Console().print(table)
 
@@ -679,8 +680,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def interval(estimate: Estimate) -> str:
+def percents(estimate: Estimate) -> str:
     return f"{percent(estimate.low)} to {percent(estimate.high)}"
+
+
+def interval(estimate: Estimate, form: str) -> str:
+    """Return the ends of an interval in a number format, or "none" if it has no ends."""
+    if not math.isfinite(estimate.low):
+        return "none"
+    return f"{estimate.low:{form}} to {estimate.high:{form}}"
 
 
 def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) -> None:
@@ -710,8 +718,7 @@ def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) 
     )
     table = Table("", "value", "95 % interval", "examples", title=escape(flags.model))
     for name, estimate in measured.items():
-        limits = f"{estimate.low:.4g} to {estimate.high:.4g}"
-        limits = limits if math.isfinite(estimate.low) else "the task gives none"
+        limits = interval(estimate, ".4g")
         table.add_row(escape(name), f"{estimate.value:.4g}", limits, str(estimate.n))
     Console().print(table)
 
@@ -727,7 +734,7 @@ def report_reward_model(flags: Flags) -> None:
     table = Table("", "accuracy", "95 % interval", "problems", title=escape(flags.model))
     for name, estimate in lines:
         label = name.replace("_", " ") or "reward model"
-        table.add_row(label, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+        table.add_row(label, f"{percent(estimate.value)} %", percents(estimate), str(estimate.n))
     Console().print(table)
 
 
@@ -758,7 +765,7 @@ def report_ranking(flags: Flags) -> None:
         if f"{prefix}accuracy" in measured:
             value, low, high, n = (measured[f"{prefix}{name}"] for name in names)
             estimate = Estimate(value, low, high, int(n))
-            table.add_row(label, f"{percent(value)} %", interval(estimate), str(estimate.n))
+            table.add_row(label, f"{percent(value)} %", percents(estimate), str(estimate.n))
     Console().print(table)
 
 

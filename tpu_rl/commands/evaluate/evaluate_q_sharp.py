@@ -19,7 +19,7 @@ from tpu_rl.commands import roles
 from tpu_rl.commands.roles import Language
 from tpu_rl.commands.saved_run import load_run
 from tpu_rl.errors import InputError, typed_command
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.models import Select
 from tpu_rl.report import GUIDED_FILE, write_report
 from tpu_rl.studies.guided_accuracy import Guided, Line

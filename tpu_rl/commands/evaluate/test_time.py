@@ -37,7 +37,7 @@ from tpu_rl.commands.sources import of_rollouts
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import answer_accuracy
+from tpu_rl.evaluation import intervals
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.experience.sources import rollouts
 from tpu_rl.report import markdown
@@ -179,7 +179,7 @@ def run(flags: Flags, config: ExperimentConfig) -> str:
         after = digests.of_tree(first.params)
     rates, what = rates_of(known)
     is_judged = np.isfinite(rates).all(0)
-    of = answer_accuracy.estimate if what == RIGHT else answer_accuracy.mean_estimate
+    of = intervals.estimate if what == RIGHT else intervals.mean_estimate
     estimates = [of(rate[is_judged].tolist()) for rate in rates]
     gain = comparison.paired_difference(rates[0][is_judged], rates[1][is_judged])
     lines = [["before", markdown.of(estimates[0])], ["after", markdown.of(estimates[1])]]

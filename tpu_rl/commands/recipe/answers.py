@@ -22,8 +22,8 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig
 from tpu_rl.data import Row
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation import answer_accuracy, intervals
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.rollout import image_prompts
@@ -64,8 +64,8 @@ class Answers(NamedTuple):
         values = self.values(self.is_graded)
         judged = values[np.isfinite(values)].tolist()
         if self.is_graded:
-            return answer_accuracy.mean_estimate(judged)
-        return answer_accuracy.estimate(judged)
+            return intervals.mean_estimate(judged)
+        return intervals.estimate(judged)
 
 
 def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:

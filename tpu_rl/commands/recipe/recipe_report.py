@@ -14,8 +14,8 @@ import numpy as np
 from tpu_rl import run_files
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.commands.recipe.recipe_file import Recipe
-from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation import intervals
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.report import markdown
 from tpu_rl.studies import comparison
 
@@ -56,7 +56,7 @@ def write(recipe: Recipe, table: Table) -> None:
             "problems.",
             estimates_table(names, values),
             f"## Change against {next(iter(table))}",
-            "Mean difference on the same problems, with a 95 % bootstrap over problems.",
+            "Mean difference on the same problems, with a 95 % interval over problems.",
             estimates_table(names, changes, signed=True),
             "Forgetting, the best value before the last row less the last: "
             + ", ".join(f"{name} {value:.3f}" for name, value in forgotten.items()),
@@ -146,7 +146,7 @@ def write_seeds(recipes: Sequence[Recipe], tables: Sequence[Table]) -> None:
             is_graded = any(known.is_graded for known in of_seeds)
             values = [known.estimate().value for known in of_seeds]
             pooled = means(of_seeds, is_graded)
-            estimate = answer_accuracy.mean_estimate if is_graded else answer_accuracy.estimate
+            estimate = intervals.mean_estimate if is_graded else intervals.estimate
             mean = estimate(pooled[np.isfinite(pooled)].tolist())
             numbers[row] = {"seeds": values, "mean": mean._asdict()}
             cells = [row, *(f"{value:.3f}" for value in values), markdown.of(mean)]
