@@ -233,11 +233,11 @@ def audit_pairs(context: RunContext, params: Params) -> None:
     trained = pair_audit.Trained(
         compose.build_algorithm(context, stage),
         params,
-        of_pairs.trained_pairs(context, stage, given.usable),
+        of_pairs.trained_pairs(context, stage),
         num_steps=stage.last - stage.first + 1,
-        batch_size=config.batch.prompts,
         seed=config.seed,
-        rows=config.batch,
+        batch=config.batch,
+        weights=config.data.weights,
     )
     print(pair_audit.write(given, trained, context.run_dir))
 

@@ -37,7 +37,7 @@ def of_stage(
     given = of_pairs.require_pairs(context.config, context.language.tokenizer)
     if not given.held_out:
         return None
-    to_pairs = of_pairs.to_pairs(context, stage, params, given.usable)
+    to_pairs = of_pairs.to_pairs(context, stage, params, given.held_out)
     rank = ranking(context, stage, algorithm, given, to_pairs)
     return lambda params, in_full: rank(params)
 

@@ -7,6 +7,7 @@ stands both beside and inside of answers is taken once.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -163,7 +164,13 @@ def _sum_of(row: Row, name: str, source: str) -> float:
 
 def shape_of(row: Row) -> Shape | None:
     """Return the published shape of a row, or None if it has our columns already."""
-    return next((shape for shape in SHAPES if shape.fits(row)), None)
+    return next((shape for shape in _shapes_with(tuple(row)) if shape.fits(row)), None)
+
+
+@functools.lru_cache
+def _shapes_with(columns: tuple[str, ...]) -> tuple[Shape, ...]:
+    """Return the shapes whose columns are among some, so that a row is compared with few."""
+    return tuple(shape for shape in SHAPES if shape.has.keys() <= set(columns))
 
 
 def _with_columns(row: Row, columns: Sequence[str]) -> Row:

@@ -20,6 +20,8 @@ from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Experience, Pairs, Params
 
 ROWS_AT_ONCE = 1024
+MAX_ROWS = 4096
+"""Training rows whose lengths are counted, evenly spaced among all."""
 """Rows that are encoded at once where only their lengths count."""
 
 
@@ -159,10 +161,13 @@ def lengths_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of each completion of pairs, [N], and if it is a good one, [N] bool.
 
-    A part of the rows is encoded at a time, because arrays of all of them may not fit in memory.
+    Of many rows, `MAX_ROWS` stand for all. A part of the rows is encoded at a time, because arrays
+    of all of them may not fit in memory.
     """
     lengths = []
     good = []
+    if len(rows) > MAX_ROWS:
+        rows = data.take(rows, np.linspace(0, len(rows) - 1, MAX_ROWS).astype(int))
     for first in range(0, len(rows), ROWS_AT_ONCE):
         pairs = data.pairs(rows[first : first + ROWS_AT_ONCE], tokenizer, max_length)
         lengths.append(np.asarray(pairs.action_mask).sum(-1))

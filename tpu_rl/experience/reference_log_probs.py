@@ -1,11 +1,12 @@
 """The reference's log-probs of given pairs: computed once, before the first step, and kept.
 
-They are in the run folder, whatever the packing, and a run that is resumed reads them.
+Only rows that the steps draw or that are held out have some. They are in the run folder, by the
+digest of their row and whatever the packing. A run that is resumed reads them, and computes those
+of rows that further steps draw.
 """
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,6 @@ from tpu_rl.data import Row
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.sources.pairs import ToPairs
-from tpu_rl.experience.text_log_probs import LogProbs
 from tpu_rl.runtime import processes
 from tpu_rl.types import Params
 
@@ -42,8 +42,11 @@ class Cache(NamedTuple):
     """Accept the file's model unseen. In a run that is resumed in a later stage, the params that
     the stage began with are gone."""
     has_begun: bool
-    """The run has taken steps, so that its log-probs must not change."""
-    accept_dataset_change: bool
+    """The run has taken steps, so that its reference must not change."""
+
+
+LogProbsOfRows = dict[int, list[np.ndarray]]
+"""Digest of a row -> for each of its completions, the log-prob of each learned token."""
 
 
 def path_of(run_dir: Path, stage_index: int) -> Path:
@@ -51,16 +54,15 @@ def path_of(run_dir: Path, stage_index: int) -> Path:
     return run_dir / f"reference_log_probs_{stage_index}.npz"
 
 
-def with_log_probs(to_pairs: ToPairs, rows: Sequence[Row], log_probs: LogProbs) -> ToPairs:
+def with_log_probs(to_pairs: ToPairs, log_probs: LogProbsOfRows) -> ToPairs:
     """Return `to_pairs` with the reference's log-probs filled in.
 
-    `log_probs` has one entry for each of `rows`, which are all that will be asked for.
+    `log_probs` has an entry for each row that will be asked for.
     """
-    index_of = {row["row"]: index for index, row in enumerate(rows)}
 
     def with_reference(some_rows: Sequence[Row]):
         pairs = to_pairs(some_rows)
-        values = [value for row in some_rows for value in log_probs[index_of[row["row"]]]]
+        values = [value for key in keys_of(some_rows) for value in log_probs[key]]
         reference = np.zeros(pairs.action_mask.shape, np.float32)
         reference[pairs.action_mask] = np.concatenate(values)
         return replace(pairs, reference_log_probs=reference)
@@ -68,62 +70,80 @@ def with_log_probs(to_pairs: ToPairs, rows: Sequence[Row], log_probs: LogProbs) 
     return with_reference
 
 
+def keys_of(rows: Sequence[Row]) -> list[int]:
+    """Return the digests of rows, by which their log-probs are kept."""
+    return data.digests(rows)[1].tolist()
+
+
 def read_or_compute(
-    cache: Cache, reference: Reference, rows: Sequence[Row], to_pairs: ToPairs
-) -> LogProbs:
+    cache: Cache, reference: Reference, rows: Sequence[Row], batch_size: int, to_pairs: ToPairs
+) -> LogProbsOfRows:
     """Return the log-probs of the rows' completions, and keep them in the run folder.
 
+    Of the batches of `batch_size` rows, those with a new row are computed, each as it stands: the
+    last bits of a value depend on the rows beside it.
+
     Raises:
-        InputError: if the data or the reference changed since the run began.
+        InputError: if the reference changed since the run began, or is gone and a row is new.
     """
-    identity = {"data": data.fingerprint(rows), "model": reference.digest}
+    kept: LogProbsOfRows = {}
+    keys = keys_of(rows)
     if processes.from_first(cache.path.exists):
-        kept, log_probs = read(cache.path)
-        same_model = kept["model"] == identity["model"]
-        if kept["data"] == identity["data"] and (same_model or cache.trusts_model):
-            return log_probs
-        if cache.has_begun and not (same_model and cache.accept_dataset_change):
-            changed = "data" if kept["data"] != identity["data"] else "reference model"
-            fix = "restore it, or start a new run"
-            if same_model:
-                fix += ", or go on with the changed data: --accept-dataset-change"
-            raise InputError(
-                f"the {changed} changed since the run began", where=str(cache.path), fix=fix
-            )
-    log_probs = reference.log_probs(reference.params, rows, to_pairs)
-    processes.from_first(lambda: write(cache.path, identity, log_probs))
-    # If the run folder is in an object store, each process has a local folder of its own.
-    if not cache.path.exists() or read(cache.path)[0] != identity:
-        write(cache.path, identity, log_probs)
-    return log_probs
+        model, kept = read(cache.path)
+        is_known = all(key in kept for key in keys)
+        if model != reference.digest and not (cache.trusts_model and is_known):
+            if cache.has_begun:
+                raise InputError(
+                    f"the {'data' if cache.trusts_model else 'reference model'} changed since the "
+                    "run began",
+                    where=str(cache.path),
+                    fix="restore it, or start a new run",
+                )
+            kept = {}
+    missing = [
+        index
+        for first in range(0, len(keys), batch_size)
+        for index in range(first, min(first + batch_size, len(keys)))
+        if any(key not in kept for key in keys[first : first + batch_size])
+    ]
+    if missing:
+        values = reference.log_probs(reference.params, [rows[i] for i in missing], to_pairs)
+        kept = {keys[i]: value for i, value in zip(missing, values, strict=True)} | kept
+        processes.from_first(lambda: write(cache.path, reference.digest, kept))
+        # If the run folder is in an object store, each process has a local folder of its own.
+        if not cache.path.exists() or read(cache.path)[1].keys() != kept.keys():
+            write(cache.path, reference.digest, kept)
+    return kept
 
 
-def write(path: Path, identity: dict[str, str], log_probs: LogProbs) -> None:
-    """Write the file completely or not at all."""
-    completions = [values for of_row in log_probs for values in of_row]
+def write(path: Path, model: str, log_probs: LogProbsOfRows) -> None:
+    """Write the file completely or not at all. `model` is the digest of the reference."""
+    completions = [values for of_row in log_probs.values() for values in of_row]
     unfinished = path.with_suffix(f".{processes.index()}.tmp")
     with unfinished.open("wb") as file:
         np.savez(
             file,
-            identity=np.array(json.dumps(identity)),
+            model=np.array(model),
+            rows=np.array(list(log_probs), np.uint64),
             log_probs=np.concatenate(completions),
             lengths=np.array([len(values) for values in completions]),
-            completions=np.array([len(of_row) for of_row in log_probs]),
+            completions=np.array([len(of_row) for of_row in log_probs.values()]),
         )
     unfinished.replace(path)
 
 
-def read(path: Path) -> tuple[dict[str, str], LogProbs]:
-    """Return (identity, log-probs) as written.
+def read(path: Path) -> tuple[str, LogProbsOfRows]:
+    """Return (digest of the reference, log-probs) as written.
 
     Raises:
         DamagedDataError: if the file cannot be read.
     """
     try:
         with path.open("rb") as opened, np.load(opened) as arrays:
-            identity = json.loads(str(arrays["identity"]))
+            model = str(arrays["model"])
+            rows = arrays["rows"].tolist()
             completions = np.split(arrays["log_probs"], np.cumsum(arrays["lengths"])[:-1])
-            counts = arrays["completions"]
+            ends = np.cumsum(arrays["completions"])
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DamagedDataError(
             "the reference's log-probs are damaged",
@@ -131,7 +151,5 @@ def read(path: Path) -> tuple[dict[str, str], LogProbs]:
             why=str(error),
             fix="delete it: it is computed again",
         ) from error
-    ends = np.cumsum(counts)
-    return identity, [
-        completions[end - count : end] for end, count in zip(ends, counts, strict=True)
-    ]
+    of_rows = [list(completions[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
+    return model, dict(zip(rows, of_rows, strict=True))

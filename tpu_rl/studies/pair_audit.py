@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
 from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.rows import label_flips
+from tpu_rl.experience.sources import pairs
 from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.text_log_probs import announce
 from tpu_rl.runtime import processes, watchdog
@@ -50,19 +50,28 @@ class Trained(NamedTuple):
     """Any of the usable rows -> pairs, with all that the algorithm needs."""
     num_steps: int
     """Steps of the stage that trained on them."""
-    batch_size: int
-    """Pairs per step."""
     seed: int
-    rows: BatchConfig
-    """The packed rows."""
+    batch: BatchConfig
+    """Pairs per step, and their packed rows."""
+    weights: Sequence[float] = ()
+    """Of the parts of the data."""
 
 
 def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
-    """Judge the pairs by what was trained, write both files, and return a line for the console."""
-    times_trained = count_draws(given.train, trained)
-    count = min(MAX_PAIRS, len(given.usable), times_trained.total())
-    indices = np.linspace(0, len(given.usable) - 1, count).round().astype(int)
-    audited = [given.usable[index] for index in indices]
+    """Judge the pairs that were trained on or held out, write both files, and return a line for the
+    console."""
+    drawn = pairs.draws(
+        given.train, trained.seed, trained.batch.prompts, trained.num_steps, trained.weights
+    )
+    draws = np.bincount(drawn.reshape(-1), minlength=len(given.train))
+    seen = data.take(given.train, np.flatnonzero(draws))
+    times_trained = {
+        row["row"]: int(times) for row, times in zip(seen, draws[draws > 0], strict=True)
+    }
+    judged = data.join(seen, given.held_out)
+    count = min(MAX_PAIRS, len(judged), int(draws.sum()))
+    indices = np.linspace(0, len(judged) - 1, count).round().astype(int)
+    audited = [judged[index] for index in indices]
     measured = measure(trained, audited)
     margins = measured["margin"]
     ranking = [
@@ -74,16 +83,15 @@ def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
         for rank, index in enumerate(np.argsort(margins, kind="stable"), start=1)
     ]
     num_wrong = int((margins < 0).sum())
-    seen = [row for row in given.train if times_trained[row["row"]]]
     summary = {
-        "given": {"rows": given.num_given, "fingerprint": given.fingerprint},
+        "given": {"rows": len(given.rows), "fingerprint": data.fingerprint(given.rows)},
         "dropped": {
             reason: sorted(row["row"] for row, other in given.dropped if other == reason)
             for reason in given.reasons
         },
         "trained": {
             "rows": len(times_trained),
-            "draws": sum(times_trained.values()),
+            "draws": int(draws.sum()),
             "fingerprint": data.fingerprint(seen),
         },
         "held_out": len(given.held_out),
@@ -100,18 +108,9 @@ def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
     )
 
 
-def count_draws(train: Sequence[Row], trained: Trained) -> Counter[int]:
-    """Return row -> how often it was trained on.
-
-    The stream of rows is a function of the seed, so it is simply repeated.
-    """
-    stream = data.stream(train, trained.seed, trained.batch_size)
-    return Counter(row["row"] for _ in range(trained.num_steps) for row in next(stream)[1])
-
-
-def describe(row: Row, times_trained: Counter[int]) -> dict[str, Any]:
+def describe(row: Row, times_trained: Mapping[int, int]) -> dict[str, Any]:
     """Return the ranking's verdict on a row, besides the measurements."""
-    line = {"row": row["row"], "times": times_trained[row["row"]]}
+    line = {"row": row["row"], "times": times_trained.get(row["row"], 0)}
     for name in ("prompt", "chosen", "rejected"):
         line[name] = rewards.text_of(row[name])[:MAX_CHARACTERS]
     return line | {name: row[name] for name in ("slice", label_flips.COLUMN) if name in row}
@@ -143,7 +142,7 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
             announce(f"audit of {len(rows)} pairs", (time.monotonic() - began) * left)
         # The last batch is filled up with rows from the beginning, so that one program serves all.
         batch_rows = [rows[index % len(rows)] for index in range(first, first + BATCH_SIZE)]
-        experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.rows)
+        experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.batch)
         parts.append(sharding.to_host(measure_pairs(trained.params, experience)))
         watchdog.mark("the audit of the pairs")
     return {name: np.concatenate([part[name] for part in parts])[: len(rows)] for name in parts[0]}

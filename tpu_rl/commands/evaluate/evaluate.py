@@ -755,7 +755,7 @@ def report_ranking(flags: Flags) -> None:
         raise InputError("the run held out no pairs", where=flags.model, fix="give --reward")
     with jax.set_mesh(context.mesh):
         algorithm = compose.build_algorithm(context, stage)
-        to_pairs = of_pairs.trained_pairs(context, stage, given.usable)
+        to_pairs = of_pairs.trained_pairs(context, stage)
         measured = held_out_judges.ranking(context, stage, algorithm, given, to_pairs)(params)
     if not measured:
         return  # A note has said why.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from tpu_rl import data
 from tpu_rl.checkpoint import digests
@@ -16,11 +19,12 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience import reference_log_probs
 from tpu_rl.experience.rows import dataset_identity, tasks
 from tpu_rl.experience.source import Source
-from tpu_rl.experience.sources import (
-    pairs,
-)
+from tpu_rl.experience.sources import pairs
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params
+
+_LAST: list[tuple[Tokenizer, tuple[Any, ...], pairs.GivenPairs]] = []
+"""The tokenizer and the settings of the last `given_pairs`, and the pairs; or nothing."""
 
 
 def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -53,7 +57,22 @@ def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
         accept_change=config.accept_dataset_change,
         weights=config.data.weights,
     )
-    return pairs.given_pair_source(stream, to_pairs(context, stage, params, given.usable))
+    # What a later stage begins with is gone when it is resumed, so it keeps the values of all rows.
+    rows = given.usable
+    if stage.first == 1:
+        num_steps = stage.last - stage.first + 1
+        drawn = pairs.draws(
+            given.train, config.seed, config.batch.prompts, num_steps, config.data.weights
+        )
+        by_steps = data.take(given.train, pairs.new_batches(drawn).reshape(-1))
+        rows = data.join(whole_batches(given.held_out, config.batch.prompts), by_steps)
+    return pairs.given_pair_source(stream, to_pairs(context, stage, params, rows))
+
+
+def whole_batches(rows: Sequence[Row], batch_size: int) -> Sequence[Row]:
+    """Return the rows, and rows from their beginning that fill up the last batch."""
+    count = -(-len(rows) // batch_size) * batch_size
+    return data.take(rows, np.arange(count) % max(len(rows), 1))
 
 
 def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
@@ -69,10 +88,21 @@ def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPa
             fix="give --data.path with columns prompt, chosen, rejected, "
             "or sample them: --algorithm.pairs reference",
         )
-    train, held_out = tasks.file_rows(
-        config.data, config.algorithm.experience, config.evaluation.rows
+    settings = (
+        config.data,
+        config.algorithm.experience,
+        config.evaluation.rows,
+        config.sampling,
+        config.batch,
     )
-    return pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch)
+    # Training, evaluations and the audit of a run ask for the same pairs.
+    for last_tokenizer, last_settings, given in _LAST:
+        if last_tokenizer is tokenizer and last_settings == settings:
+            return given
+    train, held_out = tasks.file_rows(*settings[:3])
+    given = pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch)
+    _LAST[:] = [(tokenizer, settings, given)]
+    return given
 
 
 def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
@@ -84,7 +114,7 @@ def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.Given
     given = given_pairs(config, tokenizer)
     for reason in given.reasons:
         count = sum(other == reason for _, other in given.dropped)
-        print(f"warning: {count} of {given.num_given} pairs dropped: {reason}", file=sys.stderr)
+        print(f"warning: {count} of {len(given.rows)} pairs dropped: {reason}", file=sys.stderr)
     if not given.train:
         raise InputError(
             "no pair is left",
@@ -104,7 +134,7 @@ def to_pairs(
     context: RunContext, stage: Stage, params: Params, rows: Sequence[Row]
 ) -> pairs.ToPairs:
     """Return a function that makes pairs of `rows`, with the reference's log-probs if they are
-    wanted.
+    wanted. A batch of rows is computed together, so that a run with more steps has equal values.
 
     The reference is the role of that name, or else the policy at the beginning of the stage.
     """
@@ -122,16 +152,17 @@ def to_pairs(
         reference_log_probs.path_of(context.run_dir, stage.index),
         trusts_model=stage.first > 1,
         has_begun=metrics_file.exists() and metrics_file.stat().st_size > 0,
-        accept_dataset_change=context.config.accept_dataset_change,
     )
-    log_probs = reference_log_probs.read_or_compute(cache, reference, rows, plain)
-    return reference_log_probs.with_log_probs(plain, rows, log_probs)
+    log_probs = reference_log_probs.read_or_compute(
+        cache, reference, rows, context.config.batch.prompts, plain
+    )
+    return reference_log_probs.with_log_probs(plain, log_probs)
 
 
-def trained_pairs(context: RunContext, stage: Stage, rows: Sequence[Row]) -> pairs.ToPairs:
-    """Return `to_pairs` of a stage that has ended, from what it kept in the run folder."""
+def trained_pairs(context: RunContext, stage: Stage) -> pairs.ToPairs:
+    """Return `to_pairs` of a stage that has ended, of rows that it drew or held out."""
     plain = plain_pairs(context)
     if not stage.algorithm.experience.reference_log_probs:
         return plain
     path = reference_log_probs.path_of(context.run_dir, stage.index)
-    return reference_log_probs.with_log_probs(plain, rows, reference_log_probs.read(path)[1])
+    return reference_log_probs.with_log_probs(plain, reference_log_probs.read(path)[1])

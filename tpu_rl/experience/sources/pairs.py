@@ -105,9 +105,8 @@ class GivenPairs:
     held_out: Sequence[Row]
     dropped: list[tuple[Row, str]]
     """The other rows, each with the reason."""
-    num_given: int
-    fingerprint: str
-    """Of all rows, as they were given."""
+    rows: Sequence[Row]
+    """All rows, as the data bring them."""
 
     @property
     def reasons(self) -> list[str]:
@@ -142,9 +141,45 @@ def usable_pairs(
         train=numbered.take(usable[usable < len(train)]),
         held_out=numbered.take(usable[usable >= len(train)]),
         dropped=[(numbered[index], reason) for index, reason in enumerate(reasons) if reason],
-        num_given=len(given),
-        fingerprint=data.fingerprint(given),
+        rows=given,
     )
+
+
+class _Positions:
+    """Rows whose only column is their position among others, for streams that read no row."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return {"position": index}
+
+    def part_numbers(self) -> np.ndarray:
+        return data.part_numbers(self._rows)
+
+
+def draws(
+    rows: Sequence[Row], seed: int, batch_size: int, num_steps: int, weights: Sequence[float] = ()
+) -> np.ndarray:
+    """Return [steps, batch_size] int, the positions of the rows that a stream's first steps draw.
+
+    The order of a stream is a function of its seed, so it is simply repeated.
+    """
+    positions = data.StoredRows(_Positions(rows))
+    stream = data.stream(
+        positions, seed, batch_size, source_fingerprint="positions", weights=weights
+    )
+    drawn = [[row["position"] for row in next(stream)[1]] for _ in range(num_steps)]
+    return np.array(drawn, np.int64)
+
+
+def new_batches(drawn: np.ndarray) -> np.ndarray:
+    """Return those of the batches of `draws` that have a row which no earlier batch has."""
+    _, first = np.unique(drawn, return_index=True)
+    return drawn[np.unique(first // drawn.shape[1])]
 
 
 def _reason_to_drop(
