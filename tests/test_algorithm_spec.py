@@ -31,8 +31,8 @@ def test_a_guided_policy_has_a_role_q_to_guide_it():
     ("config", "reading"),
     [
         (
-            algos.RewardModelConfig(penalty=0.5, trunks=3),
-            ScoreReadout(penalty=0.5, others=("reward_1", "reward_2")),
+            algos.RewardModelConfig(penalty=0.5, heads=3),
+            ScoreReadout(penalty=0.5),
         ),
         (algos.SentenceRewardConfig(separators=(7,)), ScoreReadout("sentences", (7,), "attention")),
         (algos.ProcessRewardConfig(aggregate="product"), ScoreReadout("steps", (), "product")),

@@ -44,8 +44,6 @@ class ScoreReadout:
     """Share of the smallest member in the score, in place of the mean."""
     deviations: bool = False
     """Each head has two outputs, a mean and a deviation of its own."""
-    others: tuple[str, ...] = ()
-    """Directories, beside the model's, of the ensemble's other trunks."""
 
 
 class RoleSpec(NamedTuple):
@@ -103,14 +101,6 @@ class Opponent(NamedTuple):
         if self.reference_share == 1:
             return ("reference",)
         return ("policy", "reference") if self.reference_share else ("policy",)
-
-
-class TeachersByRow(NamedTuple):
-    """Several teachers, one of which a column of each data row names."""
-
-    column: str
-    names: tuple[str, ...]
-    """The values of the column, in the order of the teachers' numbers."""
 
 
 class Hint(NamedTuple):
@@ -239,8 +229,6 @@ class ExperienceSpec(NamedTuple):
     """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
     raw_returns: bool = False
     """rollouts: the loss reads returns on their own scale: a threshold, a clip, or their sign."""
-    teachers: TeachersByRow | None = None
-    """completions: which of several teachers a row has (`losses.teachers.TaughtCompletions`)."""
     hint: Hint | None = None
     """rollouts: the teacher whose log-ratios are the rewards of tokens."""
     expert_column: str | None = None

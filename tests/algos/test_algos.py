@@ -65,9 +65,6 @@ def float64() -> Iterator[None]:
 
 
 PARTS_BESIDE_THE_FORMULA = {
-    "clipped_returns",
-    "entropy_target",
-    "kl_with_a_gradient_of_its_own",
     "off_policy_mask",
     "rejected_completions",
     "texts_beside",

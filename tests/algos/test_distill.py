@@ -324,50 +324,6 @@ def test_the_loss_is_its_formula(config, vocabulary):
         assert min(shares[2], shares[5]) > 0
 
 
-@pytest.mark.slow
-def test_each_row_has_its_own_teacher():
-    """Of three teachers; the loss is the formula with the logits of each row's teacher alone."""
-    config = DistillConfig("t", further_teachers=("a=x", "b=y"), teacher_column="domain")
-    data = tiny.completions()
-    number = np.asarray(data.group_id) % 3
-    taught = teachers.TaughtCompletions(**vars(data), teacher=jnp.asarray(number))
-    roles, params, logits = {}, {}, {}
-    for seed, name in enumerate(config.roles):
-        size = (8, tiny.VOCABULARY) if name in ("policy", "teacher_1") else (12, 14)
-        roles[name] = tiny.role(tiny.attention_model(size[1], size[0]), name)
-        params[name], logits[name] = predicting_logits(*size, seed)
-    cut = {name: z[..., : tiny.VOCABULARY] for name, z in logits.items()}
-    own = [cut[name] for name in ("teacher", "teacher_1", "teacher_2")]
-    cut["teacher"] = np.stack(own)[number, np.arange(len(number))]
-    algorithm = distill(config, roles, tiny.SAMPLING)
-    batch, _ = algorithm.make_batch(tiny.experience(taught, micro_batch_rows=4), params, ())
-    value, metrics = jax.jit(algorithm.loss)(params, jax.tree.map(lambda x: x[0, 0], batch))
-    expected = plain_loss(config, cut, np.asarray(data.action_mask))
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    weights = [float(metrics[f"distill/divergence_{name}"].weight) for name in config.teachers]
-    counts = [np.asarray(data.action_mask)[number == k].sum() for k in range(3)]
-    np.testing.assert_allclose(weights, counts)
-
-
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"further_teachers": ("code",)}, "further-teachers"),
-        ({"further_teachers": ("teacher=x",)}, "further-teachers"),
-        ({"further_teachers": ("a=x", "a=y")}, "further-teachers"),
-        (
-            {"further_teachers": ("a=x",), "off_policy": "teacher"},
-            "off-policy, --algorithm.further-teachers",
-        ),
-        ({"teacher_column": "domain"}, "teacher-column"),
-    ],
-)
-def test_teachers_that_rows_cannot_name_are_refused(settings, flag):
-    with pytest.raises(InputError) as error:
-        DistillConfig("t", **settings)
-    assert error.value.where == f"--algorithm.{flag}"
-
-
 # --- MiniLLM ---
 
 
@@ -384,12 +340,9 @@ def test_later_log_ratios_by_hand():
         )
         return np.asarray(advantages)[0].tolist()
 
-    assert advantages_with(length_normalized=False) == [0.0, 6.0, 0.0, 4.0, 0.0]
     assert advantages_with() == [0.0, 3.0, 0.0, 4.0, 0.0]
-    assert advantages_with(length_normalized=False, single_step=False) == [0.0, 7.0, 0.0, 6.0, 4.0]
     # Discount 1/2: (2 / 2 + 4 / 4) / (1 / 2 + 1 / 4).
     assert advantages_with(discount=0.5) == pytest.approx([0.0, 2 / 0.75, 0.0, 4.0, 0.0])
-    assert advantages_with(discount=0.0, single_step=False) == [0.0, 1.0, 0.0, 2.0, 4.0]
 
 
 END = 0
@@ -405,14 +358,13 @@ def answer_log_probs(policy: Params) -> Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("single_step", [True, False])
-def test_minillm_descends_the_kl_of_whole_completions(single_step):
+def test_minillm_descends_the_kl_of_whole_completions():
     """Every completion is in the batch, weighted by its probability: the expectation of the
-    gradient, exactly."""
+    gradient, exactly. After one token there is one more at most, so that no length matters."""
     params = {
         name: SMALL.init(jax.random.key(seed)) for seed, name in enumerate(("policy", "teacher"))
     }
-    config = MiniLlmConfig("t", length_normalized=False, single_step=single_step)
+    config = MiniLlmConfig("t")
     algorithm = mini_llm(
         config, {name: tiny.role(SMALL, name) for name in params}, Sampling(1.0, 2)
     )

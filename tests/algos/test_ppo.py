@@ -390,7 +390,7 @@ def test_a_star_po_ends_at_the_reference_tilted_by_the_reward(float64):
     beta, params = 0.5, first_params()
     reference = np.asarray(jnp.exp(token_log_probs(params["reference"]).sum(-1)))
     optimal = beta * np.log(np.sum(reference * np.exp(REWARDS / beta)))
-    algorithm = a_star_po(AStarPoConfig(beta=beta, value_beta=beta), ROLES, SAMPLING)
+    algorithm = a_star_po(AStarPoConfig(beta=beta), ROLES, SAMPLING)
     worth = jnp.full(COUNT, optimal)
     # The loss is a mean over completions: a token's weight is its completion's, shared.
     share = jnp.asarray(np.where(MASK, 1 / MASK.sum(1, keepdims=True), 0.0))
@@ -449,7 +449,6 @@ def test_a_star_pos_loss_by_hand():
         (ReinforceConfig, {"gamma": 1.1}),
         (ReinforceConfig, {"clip_high": 0.0}),
         (AStarPoConfig, {"beta": 0.0}),
-        (AStarPoConfig, {"reference_samples": 0}),
         (ValuePretrainingConfig, {"critic": Critic(trunk="shared")}),
     ],
 )

@@ -81,13 +81,11 @@ def ends_of(pairs):
 
 @pytest.mark.parametrize("penalty", [0.0, 0.7])
 def test_the_loss_is_the_mean_over_pairs_and_members(float64, penalty):
-    config = RewardModelConfig(heads=2, trunks=2, centering_coef=0.1, penalty=penalty)
+    config = RewardModelConfig(heads=4, centering_coef=0.1, penalty=penalty)
     roles, params = tiny.cast(config.roles)
     pairs = tiny.pairs()
     value, metrics, _ = loss_of(reward_model, config, tiny.experience(pairs), roles, params)
-    members = np.concatenate(
-        [plain_outputs(name, 2, params, pairs.tokens) for name in config.roles], axis=-1
-    )
+    members = plain_outputs("reward", 4, params, pairs.tokens)
     actual, last = ends_of(pairs)
     losses, right, margins, spreads = [], [], [], []
     for better, worse, margin in actual:
@@ -545,14 +543,10 @@ def ask(path, rows=PAIR):
 
 @pytest.mark.slow
 def test_an_ensembles_score_is_the_losss(tokenizer, tmp_path):
-    """Two trunks of three heads: packed with a shared prompt there, a row each and padded here."""
-    config = RewardModelConfig(heads=3, trunks=2, penalty=0.5)
-    reading = ScoreReadout(penalty=0.5, others=("reward_1",))
-    members = [
-        saved(tmp_path / "model", 3, tokenizer, reading),
-        saved(tmp_path / "reward_1", 3, tokenizer, seed=1),
-    ]
-    expected = trained_scores(reward_model, config, tokenizer, members)
+    """Three heads: packed with a shared prompt there, a row each and padded here."""
+    config = RewardModelConfig(heads=3, penalty=0.5)
+    member = saved(tmp_path / "model", 3, tokenizer, ScoreReadout(penalty=0.5))
+    expected = trained_scores(reward_model, config, tokenizer, [member])
     np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
     assert abs(expected[0] - expected[1]) > 0.05
     # A run folder is its model.
@@ -690,7 +684,6 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     "values",
     [
         {"heads": 0},
-        {"trunks": 0},
         {"penalty": -1},
         {"margin_coef": -1},
         {"centering_coef": -0.1},

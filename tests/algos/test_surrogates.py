@@ -451,15 +451,13 @@ def test_every_surrogate_has_a_row():
 
 def test_stable_reinforce_has_a_finite_gradient_at_a_huge_ratio():
     """exp(+-800) is inf and 0; the log-ratio is clipped to +-ln 1000 before."""
-    surrogate = partial(
-        SURROGATES["stable_reinforce"].function, clip_low=0.2, clip_high=0.2, log_ratio_bound=6.9
-    )
+    surrogate = partial(SURROGATES["stable_reinforce"].function, clip_low=0.2, clip_high=0.2)
     log_ratio = jnp.array([[800.0, 0.1, -800.0]])
 
     def loss(log_probs: jax.Array) -> jax.Array:
         return surrogate(log_probs, jnp.zeros((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]), None).losses
 
-    np.testing.assert_allclose(loss(log_ratio), [[np.exp(6.9), np.exp(0.1), -np.exp(-6.9)]])
+    np.testing.assert_allclose(loss(log_ratio), [[1000, np.exp(0.1), -0.001]], rtol=1e-6)
     gradient = jax.grad(lambda x: loss(x).sum())(log_ratio)
     np.testing.assert_allclose(gradient, [[0, np.exp(0.1), 0]])
 
@@ -517,17 +515,13 @@ def test_scales_and_filters_of_advantages():
 
     plain = [1.5] * 4 + [-0.8] * 3 + [0.6] * 2
     assert result() == plain
-    harder = [1.5 * 1.1] * 4 + [-0.8 * 1.1] * 3 + [0.6 * 1.1] * 2
-    assert result(difficulty_slope=0.3) == pytest.approx(harder)
-    softer = [1.5] * 4 + [-0.8 * (0.2 + 0.5 * 2 / 3)] * 3 + [0.6] * 2
-    assert result(negative_scale=0.2, success_slope=0.5) == pytest.approx(softer)
+    harder = [1.5] * 4 + [-0.8 * (1 + 0.5 * 2 / 3)] * 3 + [0.6] * 2
+    assert result(success_slope=0.5) == pytest.approx(harder)
     # Mean 4.8 / 9, deviation 1.0044: the three advantages are 0.962, -1.327 and 0.066 of it away.
     assert result(outlier_sigmas=1.1) == [1.5] * 4 + [0.0] * 3 + [0.6] * 2
     assert result(outlier_sigmas=0.95) == [0.0] * 7 + [0.6] * 2
-    # The mean of -log p is 9.4 / 9 = 1.0444; exp(-.7) and exp(-.6) are above .49, exp(-.9) is not.
-    mastered = [0.0, 1.5, 0.0, 1.5] + [-0.8] * 3 + [0.6] * 2
-    assert result(mastered_entropy=1.05, mastered_probability=0.49) == mastered
-    assert result(mastered_entropy=1.04, mastered_probability=0.49) == plain
+    # No token has a probability of 0.99.
+    assert result(mastered_entropy=1.05) == plain
 
 
 def test_a_setting_that_the_surrogate_does_not_read_is_refused():
@@ -563,9 +557,7 @@ def test_the_sequence_ratio_leaves_tool_output_out():
         partial(SurrogatesConfig, surrogate="kl_cov", covariance_share=1.1),
         partial(SurrogatesConfig, surrogate="clip_cov", covariance_low=5.0),
         partial(SurrogatesConfig, surrogate="gmpo", credit="turn"),
-        partial(SurrogatesConfig, negative_scale=-0.1),
-        partial(SurrogatesConfig, mastered_probability=0.9),
-        partial(SurrogatesConfig, mastered_entropy=0.1, mastered_probability=1.1),
+        partial(SurrogatesConfig, success_slope=-0.1),
         partial(SurrogatesConfig, outlier_sigmas=0.0),
         partial(CispoConfig, clip_low=0.0),
         partial(CispoConfig, clip_high=-1.0),

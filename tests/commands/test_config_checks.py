@@ -88,10 +88,6 @@ MISFITS = {
         ["arithmetic_grpo", "--algorithm.sampled-entropy", "0.3", "--rollout.partial", "2"],
         "--algorithm.sampled-entropy, --rollout.partial",
     ),
-    "a temperature without a target": (
-        ["arithmetic_grpo", "--algorithm.sampled-entropy-rate", "0.3"],
-        "--algorithm.sampled-entropy-rate",
-    ),
     "an odd opponent": (["arithmetic_xpo", "--batch.group-size", "5"], "--batch.group-size"),
     "groups of two models": (
         ["arithmetic_xpo", "--rollout.dynamic-sampling-rounds", "2"],
@@ -308,3 +304,20 @@ def test_a_configuration_of_an_earlier_version_is_read(tmp_path):
     old = tmp_path / "config.yaml"
     old.write_text(yaml.safe_dump(values))
     assert config.load(old) == config.load_file(old) == preset
+
+
+def test_settings_that_left_are_read_at_their_defaults_alone(tmp_path):
+    """A run of before that set none goes on with its identity; one that set some is refused."""
+    run = config.preset("arithmetic_ppo")
+    values = config.with_removed(run, to_dict(run))
+    assert values["algorithm"]["kl_reward_estimator"] == "k1"
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert config.load_file(path) == run
+    for name, value in (("kl_reward_estimator", "k3"), ("kl_estimator", "k3+")):
+        path.write_text(yaml.safe_dump(values | {"algorithm": values["algorithm"] | {name: value}}))
+        with pytest.raises(InputError, match=f"{name} .* is no longer a setting of PpoConfig"):
+            config.load_file(path)
+    with pytest.raises(InputError) as error:
+        config.parse(["arithmetic_ppo", "--algorithm.kl-reward-estimator", "k3"])
+    assert error.value.fix == "leave it out: it is no longer a setting, and always k1"

@@ -75,9 +75,7 @@ def first_rollout(experiment: ExperimentConfig, run_dir: Path) -> Rollout:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "algorithm", [ReinforceConfig("greedy"), AStarPoConfig(reference_samples=4)]
-)
+@pytest.mark.parametrize("algorithm", [ReinforceConfig("greedy"), AStarPoConfig()])
 def test_baseline_is_the_value_of_the_prompt(tmp_path, algorithm):
     """In ReMax it is the greedy answer's reward, 0 or 1. In A*-PO it is 0.5 log mean exp(2 r) of
     four answers: one of five numbers."""

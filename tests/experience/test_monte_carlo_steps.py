@@ -75,12 +75,9 @@ def labels(config: ProcessRewardConfig, step: int) -> Any:
     return step_labels.monte_carlo_labels(scored, decoding, scorer, {}, step, config), decoding
 
 
-@pytest.mark.parametrize(("hard", "expected"), [(False, 2 / 3), (True, 1.0)])
-def test_a_step_is_worth_the_share_of_right_continuations(hard, expected):
+def test_a_step_is_worth_the_share_of_right_continuations():
     """Of three continuations two end with 1. What was cut at its end has its own reward."""
-    config = ProcessRewardConfig(
-        steps="monte_carlo", separators=(ZERO,), continuations=3, hard_labels=hard
-    )
+    config = ProcessRewardConfig(steps="monte_carlo", separators=(ZERO,), continuations=3)
     cuts = set()
     for step in range(12):
         examples, decoding = labels(config, step)
@@ -95,7 +92,7 @@ def test_a_step_is_worth_the_share_of_right_continuations(hard, expected):
                 assert decoding.limits[3 * row] == 1
             else:
                 assert list(label_at) == [len(prefix) - 1]
-                assert examples.returns[row, label_at[0]] == pytest.approx(expected)
+                assert examples.returns[row, label_at[0]] == pytest.approx(2 / 3)
                 cuts.add(prefix)
     # Packing takes what stands before a label for the prompt, which no two rows share.
     assert list(examples.group_id) == [0, 1, 2]

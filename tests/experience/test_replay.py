@@ -85,6 +85,6 @@ def test_the_algorithm_counts_and_checks_its_rows():
     replay = Replay(TOKENIZER, spec.replay.size, spec.replay.min_reward)
     (chain,) = transforms.of_algorithm(spec, TOKENIZER, (replay,))
     assert len(chain(scored_with([0.0] * 4), 1, None).rollout.tokens) == 6
-    for settings in ({"old_log_probs": "recomputed"}, {"column": "other"}, {"phi": False}):
+    for settings in ({"old_log_probs": "recomputed"}, {"column": "other"}):
         with pytest.raises(InputError):
             MixedConfig(method="replay", **settings)

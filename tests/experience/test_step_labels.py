@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -148,25 +147,6 @@ def test_trained_model_is_a_reward(folder, trained, capsys):
     reward = ("--reward", str(folder / "base"))
     assert run.main(flags(folder, "arithmetic_grpo", "wrong", *reward)) == 2
     assert "not a reward model" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-def test_ensemble_of_trunks_is_one_reward(folder):
-    ensemble = ("--algorithm.trunks=2", "--algorithm.bootstrap")
-    run_dir = train_reward_model(folder, "trunks", 1, *ensemble)
-    reading = reward_model.read_reading(run_dir / "model")
-    assert reading == reward_model.ScoreReadout(penalty=1.0, others=("reward_1",))
-    (score,) = reward_model.load(run_dir)(["1+2="], ["#3"])
-    heads = []
-    token_ids = [*tokenizers.load(run_dir / "model").encode("1+2=#3"), 2]
-    for name in ("model", "reward_1"):
-        model, params = models.load(run_dir / name)
-        heads += np.asarray(models.apply(model, params, jnp.array([token_ids])))[0, -1].tolist()
-    assert len(set(heads)) == 6
-    assert score == pytest.approx(np.mean(heads) - np.std(heads), abs=1e-5)
-    assert export.main([str(run_dir), "--to", str(folder / "whole_ensemble")]) == 0
-    assert (folder / "whole_ensemble_reward_1" / "config.json").is_file()
-    assert reward_model.load(folder / "whole_ensemble")(["1+2="], ["#3"]) == [score]
 
 
 @pytest.mark.nightly

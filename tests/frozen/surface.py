@@ -40,7 +40,7 @@ OWN = "--model.path builtin:arithmetic --model.no-random-init --batch.row-length
 PROMPTS = "--sampling.max-prompt-tokens 8 --sampling.max-new-tokens 16"
 RUNS = {
     "arithmetic_grpo": GROUPS,
-    "arithmetic_sapo": f"{GROUPS} --algorithm.entropy-target 0.5 --algorithm.kl-loss-coef 0.01",
+    "arithmetic_sapo": f"{GROUPS} --algorithm.kl-loss-coef 0.01",
     "arithmetic_reinforce": GROUPS,
     "arithmetic_ppo": GROUPS,
     "arithmetic_dpo": "",

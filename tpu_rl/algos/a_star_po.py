@@ -7,9 +7,12 @@ The optimum pi* of E[r] - beta KL(pi || reference) satisfies
 V* is estimated once, from completions of the reference. The policy is then fitted to the equation
 on its own completions, of which one per prompt is enough:
 
-    V*(x) = value_beta log mean_i exp(r(x, y_i) / value_beta),   y_i ~ reference       eq. 4
+    V*(x) = 1/2 log mean_i exp(2 r(x, y_i)),                     y_i ~ reference       eq. 4
     loss  = mean over completions of
             (beta sum_t log(pi(y_t) / reference(y_t)) - (r(x, y) - V*(x)))^2           eq. 5
+
+The coefficient 1/2 is far above beta, because the 8 completions of a prompt say little about its
+best ones.
 
 Deviations: the paper samples the reference's completions before the run. Here they are sampled for
 the prompts of each step, which is the same if no prompt comes twice. Log-probs are at the sampling
@@ -31,25 +34,18 @@ from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch
 from tpu_rl.losses.policy_gradient import unclipped
 from tpu_rl.losses.reference_kl import ReferenceKl, kl_to_reference
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.ranges import Count, Positive
+from tpu_rl.ranges import Positive
 from tpu_rl.types import Algorithm, Array, Metrics, Roles, Sampling
 
 
 @dataclass(frozen=True)
 class AStarPoConfig(SamplerCorrection):
-    """The betas are in units of reward per nat."""
-
     beta: Positive = 1e-3
-    """KL coefficient of the problem that the policy solves."""
-    value_beta: Positive = 0.5
-    """KL coefficient in the estimate of V*. It is far above `beta` because a few samples say little
-    about the best completions."""
-    reference_samples: Count = 8
-    """Completions of the reference from which the V* of a prompt is estimated."""
+    """KL coefficient of the problem that the policy solves, in units of reward per nat."""
 
     @property
     def experience(self) -> ExperienceSpec:
-        prompt_value = PromptValue("reference", self.reference_samples, self.value_beta)
+        prompt_value = PromptValue("reference", samples=8, beta=0.5)
         return ExperienceSpec("rollouts", prompt_value=prompt_value)
 
     @property

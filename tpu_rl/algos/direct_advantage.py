@@ -8,8 +8,7 @@ V is the probability of success from a prefix. The rewards of a completion's seg
 changes: `dense(of=RUN_DIR, values=true)` of a process reward model, which learns V from sampled
 continuations (`process_reward`, --algorithm.steps monte_carlo). The first segment has V after step
 1; V of the prompt is the mean of these over the group. The minimum over one step is policy =
-reference exp(A / beta) where that is normalized. With `reference_every` the next iteration begins:
-the reference becomes the policy.
+reference exp(A / beta) where that is normalized.
 
 Deviations: the paper samples several steps from each of few states, offline; here steps are those
 of the policy's own completions.
@@ -27,10 +26,9 @@ from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import actions_of, learned_tokens
-from tpu_rl.ranges import CountOrNone, Positive
+from tpu_rl.ranges import Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -42,8 +40,6 @@ from tpu_rl.types import (
     Rollout,
     Sampling,
     Sum,
-    no_state,
-    unchanged,
 )
 
 
@@ -55,8 +51,6 @@ class DirectAdvantageConfig(ranges.Checked):
     """Reward per nat of log-ratio."""
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a step. The last token of a completion always ends one."""
-    reference_every: CountOrNone = 0
-    """Optimizer steps after which the reference becomes the policy; 0 keeps the first one."""
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -64,7 +58,7 @@ class DirectAdvantageConfig(ranges.Checked):
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        return with_reference({"policy": RoleSpec(trainable=True)}, True, self.reference_every > 0)
+        return with_reference({"policy": RoleSpec(trainable=True)}, needed=True)
 
 
 @struct.dataclass
@@ -122,9 +116,7 @@ def direct_advantage(config: DirectAdvantageConfig, roles: Roles, sampling: Samp
             "policy/step_advantage": masked.average(jnp.abs(batch.advantages), first),
         }
 
-    if not config.reference_every:
-        return Algorithm(make_batch, loss, no_state, unchanged)
-    return Algorithm(make_batch, loss, *moving_reference(config.reference_every))
+    return Algorithm(make_batch, loss)
 
 
 def step_advantages(rollout: Rollout, learned: Array, ends: Array | None) -> Array:

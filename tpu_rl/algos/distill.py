@@ -12,9 +12,6 @@ sampling of completions, nor into a teacher.
                   (target "extrapolated" is its theorem 1; both
                   targets also with a constant alpha)
 
-With `further_teachers` the teacher of a completion is the one that its data row names. All of them
-read all completions, so that each costs a forward pass.
-
 The two teachers of AlignDistil come from DPO on the same preferences, teacher_reverse with every
 pair swapped. The policy starts from the same model as they did. beta_t = beta0 / alpha_t is the
 KL coefficient that belongs to the teacher's alpha_t. It goes up to 1000 beta0 where the two models
@@ -28,7 +25,6 @@ policy alike are divided by the sampling temperature, as in TRL.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -36,11 +32,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, TeachersByRow
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, teachers
-from tpu_rl.ranges import Conflicts, Count, Needs, Positive, ReadOnlyWith, Share
+from tpu_rl.ranges import Count, Needs, Positive, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -70,7 +66,6 @@ class DistillConfig(ranges.Checked):
     """Contrastive target only: the model that learned the opposite."""
     target: Annotated[
         Literal["teacher", "extrapolated", "contrastive"],
-        Conflicts("further_teachers", when="contrastive", why="it has one teacher and its reverse"),
         Needs(
             "teacher_reverse", when="contrastive", why="train it by DPO with --algorithm.reverse"
         ),
@@ -108,55 +103,12 @@ class DistillConfig(ranges.Checked):
     / |y|)."""
     on_policy: Share = 1.0
     """Share of the prompts that the policy completes."""
-    off_policy: Annotated[
-        Literal["data", "teacher"],
-        Conflicts("further_teachers", when="teacher", why="one teacher samples"),
-    ] = "data"
+    off_policy: Literal["data", "teacher"] = "data"
     """Source of the completions of the other prompts."""
-    further_teachers: tuple[str, ...] = ()
-    """Other teachers, each as NAME=MODEL. A row of the data has the one that `teacher_column`
-    names; "teacher" stands for `teacher`."""
-    teacher_column: Annotated[
-        str, Needs("further_teachers", why="the column names one of several teachers")
-    ] = "teacher_name"
-    """Column of the data that names the teacher of a row, if there are several."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        # Refuses teachers that are not NAME=PATH.
-        _ = self.teachers
-
-    @property
-    def teachers(self) -> dict[str, str]:
-        """Models of the teachers by their names in the data, the first one first.
-
-        Raises:
-            InputError: if a further teacher is not NAME=MODEL, or its name stands twice.
-        """
-        teachers = {"teacher": self.teacher}
-        for text in self.further_teachers:
-            name, _, path = text.partition("=")
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not path or name in teachers:
-                raise InputError(
-                    f"{text!r} is no further teacher",
-                    where="--algorithm.further-teachers",
-                    why="each is NAME=MODEL with a name of letters, digits, - and _ that stands "
-                    'once; "teacher" is --algorithm.teacher',
-                    fix="as in code=runs/code/model",
-                )
-            teachers[name] = path
-        return teachers
 
     @property
     def experience(self) -> ExperienceSpec:
         spec = ExperienceSpec("completions", on_policy=self.on_policy, positive_temperature=True)
-        if self.further_teachers:
-            columns = ("prompt", "completion") if 0 < self.on_policy < 1 else ("prompt",)
-            columns = columns if self.on_policy else ("messages",)
-            teachers = TeachersByRow(self.teacher_column, tuple(self.teachers))
-            author = "teacher" if self.on_policy == 1 else None
-            spec = spec._replace(columns=(*columns, self.teacher_column), sampled_by=author)
-            return spec._replace(teachers=teachers)
         # Beyond the teacher, its texts are not what the policy should write.
         imitates = "teacher" if self.target == "teacher" else None
         if self.off_policy == "teacher" or self.on_policy == 1:
@@ -170,17 +122,9 @@ class DistillConfig(ranges.Checked):
             "policy": RoleSpec(trainable=True),
             "teacher": RoleSpec(trainable=False, path=self.teacher),
         }
-        others = list(self.teachers.values())[1:]
-        for name, path in zip(self.further_roles, others, strict=True):
-            roles[name] = RoleSpec(trainable=False, path=path)
         if self.target == "contrastive":
             roles["teacher_reverse"] = RoleSpec(trainable=False, path=self.teacher_reverse)
         return with_reference(roles, needed=self.target == "extrapolated")
-
-    @property
-    def further_roles(self) -> list[str]:
-        """The roles of the further teachers."""
-        return [f"teacher_{number}" for number in range(1, 1 + len(self.further_teachers))]
 
 
 @struct.dataclass
@@ -192,8 +136,6 @@ class Batch:
     """"policy": the weights of the tokens."""
     on_policy: Array
     """bool: True if the policy sampled the token's completion."""
-    teacher: Array | None
-    """Number of the teacher of the token's completion; None with one teacher."""
 
 
 def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -213,14 +155,7 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
         assert isinstance(completions, Completions)
         mask = completions.action_mask
         weights = weighting(mask, layout.minibatch, layout.minibatches)
-        numbers = None
-        if config.further_teachers:
-            of_rows = jnp.zeros(len(mask), jnp.int32)
-            if isinstance(completions, teachers.TaughtCompletions):
-                of_rows = completions.teacher
-            numbers = layout.pack(jnp.broadcast_to(of_rows[:, None], mask.shape))
         batch = Batch(
-            teacher=numbers,
             rows=layout.rows(completions.tokens),
             weights={"policy": layout.pack(weights)},
             on_policy=layout.pack(mask & completions.on_policy[:, None]),
@@ -236,8 +171,6 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
             config.beta,
             temperature=sampling.temperature,
             top_k=config.top_k,
-            others=config.further_roles,
-            choice=batch.teacher,
         )
         weights = batch.weights["policy"]
         mask = weights > 0
@@ -259,10 +192,6 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
             metrics["distill/divergence_off_policy"] = masked.average(
                 comparison.divergence, mask & ~batch.on_policy
             )
-        if batch.teacher is not None:
-            for number, name in enumerate(config.teachers):
-                part = mask & (batch.teacher == number)
-                metrics[f"distill/divergence_{name}"] = masked.average(comparison.divergence, part)
         if config.adaptive:
             metrics["distill/alpha"] = masked.average(comparison.alpha, mask)
             distance = (comparison.alpha - teachers.LEAST_ALPHA) / config.alpha

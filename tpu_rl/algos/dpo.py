@@ -78,10 +78,6 @@ class DpoConfig(RobustSettings):
     label_smoothing: float = 0.0
     """Probability that a label is wrong, for sigmoid (conservative DPO), sigmoid_norm, robust and
     exo."""
-    simpo_margin: float = 0.5
-    """Margin of simpo and alphapo."""
-    alpha_po: float = 0.25
-    """Alpha of alphapo; 0 is simpo."""
     reference_free: bool = False
     """Compare log-probs of the policy alone, as CPO does."""
     tail_weight: Share = 1.0
@@ -94,8 +90,6 @@ class DpoConfig(RobustSettings):
         Conflicts("reference_free", why="there is no reference from which it could measure"),
     ] = "reverse_kl"
     """Divergence from the reference that the policy is penalized by."""
-    f_alpha: float = 0.5
-    """Parameter of the divergence "alpha": 1 would be the reverse KL, 0 the forward KL."""
     rpo_coef: NotNegative = 0.0
     """Coefficient of the chosen completion's negative log-likelihood per token, added to the loss
     (RPO, arXiv 2404.19733)."""
@@ -146,21 +140,11 @@ class DpoConfig(RobustSettings):
                 return field, f"{matched[0]} {no_pairs}"
         if matched and self.reference_free:
             return "reference_free", f"{matched[0]} needs a reference"
-        options = {option for name in names for option in preference.PAIR_LOSSES[name].options}
-        changed = {
-            ("simpo_margin", "margin"): self.simpo_margin != DpoConfig.simpo_margin,
-            ("alpha_po", "alpha_po"): self.alpha_po != DpoConfig.alpha_po,
-        }
-        for (field, option), is_set in changed.items():
-            if is_set and option not in options:
-                return field, f"{', '.join(names)} reads no {field}"
         # Label smoothing is for the losses of a sum that know it.
-        knowing = [
-            name for name in names if "label_smoothing" in preference.PAIR_LOSSES[name].options
-        ]
+        knowing = [name for name in names if preference.PAIR_LOSSES[name].smooths]
         for name in names:
             smoothing = self.label_smoothing if name in knowing or not knowing else 0.0
-            field, problem = preference.conflict(name, smoothing, self.f_divergence, self.f_alpha)
+            field, problem = preference.conflict(name, smoothing, self.f_divergence)
             if problem:
                 return field, problem
         return "", ""
@@ -250,16 +234,11 @@ class LossTerm(NamedTuple):
 
 def loss_terms(config: DpoConfig) -> list[LossTerm]:
     """List the terms of the loss, `config.loss` first."""
-    options = {
-        "label_smoothing": config.label_smoothing,
-        "margin": config.simpo_margin,
-        "alpha_po": config.alpha_po,
-    }
     terms = []
     for name, weight in config.weights.items():
         loss = preference.PAIR_LOSSES[name]
-        chosen_options = {option: options[option] for option in loss.options}
-        function = partial(loss.function, beta=config.beta, **chosen_options)
+        options = {"label_smoothing": config.label_smoothing} if loss.smooths else {}
+        function = partial(loss.function, beta=config.beta, **options)
         terms.append(LossTerm(weight, loss, function))
     return terms
 
@@ -309,7 +288,7 @@ def compared_pairs(
         return scores_of_pairs(batch, weighed(batch, values), pair_loss.averaged)
 
     def divergence_score(score: Array) -> Array:
-        return preference.divergence_score(score, config.f_divergence, config.f_alpha)
+        return preference.divergence_score(score, config.f_divergence)
 
     # The weighted sum of the losses of a pair.
     losses = jnp.zeros_like(log_probs)

@@ -18,7 +18,6 @@ other forms.
                and dynamic sampling (a setting of the batch)             arXiv 2503.14476
     OPO        advantages "opo"                                          arXiv 2505.23585
     pass@k     advantages "pass_at_k"                                    arXiv 2503.19595
-    MaxRL      advantages "max_rl"                                       arXiv 2602.02710
     decoupled  importance_sampling_cap 2: the ratio is to the
                recomputed policy, and a weight corrects for
                the policy that sampled (AReaL)                           arXiv 2505.24298
@@ -60,14 +59,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-import jax.numpy as jnp
-
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.credit import CreditSettings, normalized
+from tpu_rl.losses.credit import CreditSettings
 from tpu_rl.losses.entropy import EntropySettings
 from tpu_rl.losses.observations import ObservationLoss
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch
@@ -77,7 +73,7 @@ from tpu_rl.losses.reference_kl import StagnationReset
 from tpu_rl.losses.returns import ReturnSettings
 from tpu_rl.losses.robust import RobustSettings
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.ranges import Conflicts, Needs, NotNegative
+from tpu_rl.ranges import Needs, NotNegative
 from tpu_rl.types import Algorithm, Roles, Sampling
 
 ADVANTAGES = {
@@ -88,7 +84,6 @@ ADVANTAGES = {
     "opo": advantages.length_weighted,
     "pass_at_k": advantages.best_minus_second,
     "pass_at_k_scaled": advantages.best_minus_second_scaled,
-    "max_rl": advantages.mean_scaled,
     "gpg": advantages.unequal_groups,
 }
 
@@ -107,38 +102,21 @@ class GroupPolicyConfig(
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
-    advantages: Annotated[
-        Literal[
-            "group",
-            "batch",
-            "centered",
-            "leave_one_out",
-            "opo",
-            "pass_at_k",
-            "pass_at_k_scaled",
-            "max_rl",
-            "gpg",
-        ],
-        Conflicts(
-            "kl_reward_coef",
-            "overlong_buffer",
-            when="max_rl",
-            why="it divides by the mean return of a group, which penalties may bring below 0",
-        ),
-        Conflicts(
-            "credit",
-            when="max_rl",
-            why="returns from a turn on may be below 0 where that of the episode is not",
-        ),
+    advantages: Literal[
+        "group",
+        "batch",
+        "centered",
+        "leave_one_out",
+        "opo",
+        "pass_at_k",
+        "pass_at_k_scaled",
+        "gpg",
     ] = "group"
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
-    batch's (batch), unscaled (centered), over the mean (max_rl, for returns of at least 0), or
-    times N over the completions in groups of unequal returns (gpg); minus the mean of the others
-    (leave_one_out); minus the mean weighted by length (opo); the best completion's lead over the
-    second best (pass_at_k), also over the group's deviation (pass_at_k_scaled)."""
-    normalize_advantages: bool = False
-    """Scale the advantages to mean 0 and standard deviation 1 over the batch's completions, after
-    the baseline (RLOO in TRL)."""
+    batch's (batch), unscaled (centered), or times N over the completions in groups of unequal
+    returns (gpg); minus the mean of the others (leave_one_out); minus the mean weighted by length
+    (opo); the best completion's lead over the second best (pass_at_k), also over the group's
+    deviation (pass_at_k_scaled)."""
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, the sum over a completion
     (sequence_sum), or that divided by the length limit (constant_length)."""
@@ -146,14 +124,9 @@ class GroupPolicyConfig(
     @property
     def experience(self) -> ExperienceSpec:
         # The completions of a prompt are compared: one alone would always have advantage 0.
-        reads_returns = self.advantages == "max_rl" or self.reward_clip_range is not None
         adapts = self.sampled_entropy is not None
-        spec = ExperienceSpec("rollouts", smallest_group=2, raw_returns=reads_returns)
-        spec = self.with_texts(spec._replace(adapts_temperature=adapts))
-        clip = self.reward_clip_range
-        if self.advantages != "max_rl" or (clip is not None and clip[0] >= 0):
-            return spec
-        return spec._replace(transforms=lambda tokenizer: (require_returns_above_zero,))
+        spec = ExperienceSpec("rollouts", smallest_group=2, adapts_temperature=adapts)
+        return self.with_texts(spec)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -202,26 +175,6 @@ class GrpoConfig(ClippedPolicyConfig):
         return *parts, weighted_thoughts(self.thought_weight, self.thought_end)
 
 
-def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
-    """Check that returns are at least 0: the transform of max_rl.
-
-    Raises:
-        InputError: if the return of an episode is below 0.
-    """
-    del step, state
-    rollout = scored.rollout
-    returns = jnp.asarray(rollout.rewards).sum(-1)
-    lowest = float(advantages.episode_totals(returns, rollout.episode_id).min())
-    if lowest < 0:
-        raise InputError(
-            f"a completion has the return {lowest:g}",
-            where="--algorithm.advantages max_rl",
-            why="it divides by the mean return of a group, so that returns must be 0 or more",
-            fix="use rewards of at least 0, or other advantages",
-        )
-    return scored
-
-
 def weighted_thoughts(weight: float, end: tuple[int, ...]) -> Part:
     """Make the part that multiplies the advantages of thoughts, which go up to `end`."""
 
@@ -256,13 +209,10 @@ def group_policy_gradient(
 
     It learns from a Rollout. Its state is that of its parts, by their names.
     """
-    baseline = ADVANTAGES[config.advantages]
-    if config.normalize_advantages:
-        baseline = normalized(baseline)
     return policy_gradient(
         roles,
         sampling,
-        advantages=config.compared(baseline),
+        advantages=config.compared(ADVANTAGES[config.advantages]),
         surrogate=surrogate,
         weights=masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens),
         parts=(*config.parts(roles), *parts),

@@ -8,13 +8,9 @@ Unlike in `distill`, a token is also credited for the states it leads to, by R_{
 single-step part, r_t, is computed exactly, as the KL of each token's distribution (equation 4). The
 rest goes through PPO's clipped ratio, with advantage
 
-    A_t = sum_{i>t} discount^(i-t) r_i
-          length-normalized: divided by sum_{i>t} discount^(i-t)         (equation 6)
+    A_t = sum_{i>t} discount^(i-t) r_i / sum_{i>t} discount^(i-t)        (equation 6)
 
     loss = sum_t w_t [ KL(policy(.|s_t) || teacher(.|s_t)) - clip(ratio_t) A_t ]
-
-Without `single_step`, A_t includes r_t and there is no KL term. That is on-policy distillation as
-reinforcement learning; at discount 0 it is the gradient of the tokens' KLs, estimated by sampling.
 
 Deviations: completions are the policy's own, not those of a mixture with the teacher (section 2.2).
 There is no loss on pre-training texts. The exact part has no importance weight, because its states
@@ -55,11 +51,6 @@ class MiniLlmConfig(SamplerCorrection):
     of a run."""
     discount: Share = 1.0
     """Discount, per token, of the log-ratios of later tokens."""
-    length_normalized: bool = True
-    """Take the mean of the later log-ratios instead of their sum, so that long completions get no
-    larger advantages."""
-    single_step: bool = True
-    """Average a token's own log-ratio over the vocabulary instead of sampling it."""
     clip: Annotated[float, In("(0, 1)")] = 0.2
     """The ratio is clipped to 1 - clip and 1 + clip."""
 
@@ -77,14 +68,9 @@ class MiniLlmConfig(SamplerCorrection):
 
 def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> Array:
     """Compute the advantages A_t [N, T] of log-ratios r_t [N, T]."""
-    total = advantages.returns_to_go(log_ratios, mask, config.discount)
-    count = advantages.returns_to_go(jnp.ones_like(log_ratios), mask, config.discount)
-    if config.single_step:
-        total = total - log_ratios
-        count = count - 1
-    if config.length_normalized:
-        total = total / jnp.where(count > 0, count, 1.0)
-    return jnp.where(mask, total, 0.0)
+    total = advantages.returns_to_go(log_ratios, mask, config.discount) - log_ratios
+    count = advantages.returns_to_go(jnp.ones_like(log_ratios), mask, config.discount) - 1
+    return jnp.where(mask, total / jnp.where(count > 0, count, 1.0), 0.0)
 
 
 def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -127,9 +113,7 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
         policy_terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, batch.rows)
         threshold = config.off_policy_mask_threshold
         losses, metrics = corrected_losses(policy_terms.losses, log_probs, batch, threshold)
-        if config.single_step:
-            losses += comparison.divergence
-        value = masked.total(weights * losses, weights > 0)
+        value = masked.total(weights * (losses + comparison.divergence), weights > 0)
         metrics |= share_metrics(batch) | policy_metrics(
             policy_terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs
         )

@@ -2,38 +2,38 @@
 
 Each row of the data has a solution in a column. It joins its group as one more row.
 
-    chord    (1 - mu) GRPO - mu mean_t phi_t log p_t,  phi_t = p_t (1 - p_t) held constant, or 1
+    chord    (1 - mu) GRPO - mu mean_t phi_t log p_t,  phi_t = p_t (1 - p_t) held constant
                                                             arXiv 2508.11408
     relift   GRPO - mu mean_t log p_t, over the groups without a success      arXiv 2506.07527
-    luffy    the solution has a reward and is compared with its group: its tokens' loss is
-             -f(p_t) A,  f(p) = p / (p + shaping)           arXiv 2504.14945, section 3.2
+    luffy    the solution has the reward 1 and is compared with its group: its tokens' loss is
+             -f(p_t) A,  f(p) = p / (p + 0.1)               arXiv 2504.14945, section 3.2
     visurf   the same with GRPO's own clipped ratio, to the policy before the update
                                                             arXiv 2510.10606
     replay   a success of the past, in place of a solution of the data, joins the
              groups without a success; -min(r A, clip(r) A) with the ratio r to the
              policy that sampled it                         arXiv 2508.15144
-    sasr     - mean_t log p_t with the probability G / (G + mixing_gamma G_0), else GRPO
+    sasr     - mean_t log p_t with the probability G / (G + G_0), else GRPO
                                                             arXiv 2505.13026, algorithm 1
     amft     (1 - mu) GRPO - mu mean_t log p_t;  after each step
-             mu <- clip(mu + mixing_rate (H_target - H), mu_valley, mu_peak)
+             mu <- clip(mu + 5e-4 (H_target - H), 0, mu_peak)
                                                             arXiv 2508.06944
     critique luffy's loss for the best answer that the policy gives after a critique of the group's
              worst one, with its own reward; see experience/refinements.py  arXiv 2506.03106
 
 p_t is the policy's probability of the solution's token t. The means are over the optimizer step.
-mu rises linearly to `mu_peak` over `mu_warmup_steps`, then falls along a cosine to `mu_valley` over
-`mu_decay_steps`; without decay it stays.
+mu rises linearly to `mu_peak` over `mu_warmup_steps`, and stays there.
 
 G is the norm of the gradient at the latest step that imitated, and G_0 that at the last step of the
 warm-up of `mu_warmup_steps` steps, of which there is one at least. One draw decides for a batch. H
-is the policy's entropy per token, and H_target by default that of the first step.
+is the policy's entropy per token, and H_target that of the first step.
 
 Deviations: AMFT adds to mu the gradient of a validation loss with respect to mu, which needs the
 gradients of both terms apart; here it is left out. (The authors' program, whose paper is withdrawn,
 multiplies it by two learning rates, about 1e-10, so that the entropy decides there too.) mu begins
 at `mu_peak`. SASR's rule was not checked against a program. ReLIFT gathers the unsolved prompts in
 a buffer and fine-tunes on them now and then; here the term is part of the same step, so nothing has
-to be kept. ViSurf's controls of the solution's reward are left out.
+to be kept. CHORD's mu also falls again; here it stays. ViSurf's controls of the solution's reward
+are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tpu_rl.losses.policy_batch import (
     learned_tokens,
     term_of,
 )
-from tpu_rl.ranges import Conflicts, Count, CountOrNone, NotNegative, Positive, ReadOnlyWith, Share
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -106,32 +106,13 @@ class MixedConfig(ClippedPolicyConfig):
     ] = "solution"
     """Column of the data rows that holds a solution of the prompt, as a text; critique: the text
     for {answer}."""
-    phi: Annotated[bool, ReadOnlyWith("method", "chord")] = True
-    """chord: weigh each token of the solution by p (1 - p)."""
     mu_peak: Annotated[Share, ReadOnlyWith("method", "chord", "relift", "amft")] = 0.1
     """chord, relift, amft: the largest weight of the solutions' term; amft begins with it."""
-    mu_valley: Annotated[Share, ReadOnlyWith("method", "chord", "relift", "amft")] = 0.0
-    """chord, relift: the weight after the decay. amft: the smallest weight."""
     mu_warmup_steps: Annotated[CountOrNone, ReadOnlyWith("method", "chord", "relift", "sasr")] = 0
     """chord, relift: optimizer steps until the largest weight. sasr: steps that only imitate, at
     least one."""
-    mu_decay_steps: Annotated[CountOrNone, ReadOnlyWith("method", "chord", "relift")] = 0
-    """chord, relift: optimizer steps of the decay; 0 keeps the largest weight."""
     min_reward: Annotated[float, ReadOnlyWith("method", "relift", "replay")] = 0.5
     """relift, replay: a completion with at least this return is a success."""
-    replay_size: Annotated[Count, ReadOnlyWith("method", "replay")] = 1000
-    """replay: prompts whose latest success is kept. Checkpoints have them."""
-    solution_reward: Annotated[float, ReadOnlyWith("method", "luffy", "visurf")] = 1.0
-    """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
-    shaping: Annotated[Positive, ReadOnlyWith("method", "luffy", "critique")] = 0.1
-    """luffy, critique: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely
-    tokens."""
-    mixing_gamma: Annotated[Positive, ReadOnlyWith("method", "sasr")] = 1.0
-    """sasr: factor of the norm of the warm-up; larger numbers imitate less."""
-    mixing_rate: Annotated[Positive, ReadOnlyWith("method", "amft")] = 5e-4
-    """amft: change of the weight per nat of entropy that is missing and step."""
-    mixing_entropy: Annotated[NotNegative | None, ReadOnlyWith("method", "amft")] = None
-    """amft: the entropy to keep, in nats per token; by default that of the first step."""
     critique: Annotated[str, ReadOnlyWith("method", "critique")] = (
         "Your answer is wrong. The right answer is {answer}. Solve the problem again."
     )
@@ -141,12 +122,6 @@ class MixedConfig(ClippedPolicyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mu_valley > self.mu_peak:
-            raise InputError(
-                f"mu falls to {self.mu_valley:g}, above its peak {self.mu_peak:g}",
-                where="--algorithm.mu-valley, --algorithm.mu-peak",
-                fix="use a valley of at most the peak",
-            )
         if self.method == "replay" and self.recomputes:
             raise InputError(
                 "replay compares with the policy that sampled",
@@ -178,15 +153,14 @@ class MixedConfig(ClippedPolicyConfig):
             return *parts, imitated_solutions(self)
         if self.method != "replay":
             # Refinements bring their own rewards.
-            reward = None if self.method == "critique" else self.solution_reward
-            parts = (rewarded_solutions(reward), *parts)
+            parts = (rewarded_solutions(brings_reward=self.method == "critique"), *parts)
         return *parts, compared_solutions(self)
 
     @property
     def experience(self) -> ExperienceSpec:
         spec = super().experience
         if self.method == "replay":
-            replay = Replay(self.replay_size, self.min_reward)
+            replay = Replay(1000, self.min_reward)
             return spec._replace(replay=replay, rows_added=spec.rows_added + 1, raw_returns=True)
         if self.method == "critique":
             columns = ("prompt", self.column) if "{answer}" in self.critique else ("prompt",)
@@ -204,11 +178,8 @@ class MixedConfig(ClippedPolicyConfig):
 
 def mu(config: MixedConfig, step: Array) -> Array:
     """Compute the weight of the solutions' term at an optimizer step, from 0."""
-    decay = jnp.clip((step - config.mu_warmup_steps) / max(config.mu_decay_steps, 1), 0.0, 1.0)
-    falling = 0.5 * (1.0 + jnp.cos(jnp.pi * decay)) if config.mu_decay_steps else 1.0
     rising = jnp.minimum(step / max(config.mu_warmup_steps, 1), 1.0)
-    warmup = rising if config.mu_warmup_steps else 1.0
-    return jnp.asarray(warmup * (config.mu_valley + (config.mu_peak - config.mu_valley) * falling))
+    return jnp.asarray((rising if config.mu_warmup_steps else 1.0) * config.mu_peak)
 
 
 class Sasr(NamedTuple):
@@ -231,7 +202,7 @@ def chosen(state: Sasr, config: MixedConfig, rollout: Rollout) -> Sasr:
     # The sum of the keys is the same for any order of the rows.
     key_data = jnp.sum(rollout.birth_key, axis=0, dtype=jnp.uint32)
     key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-    probability = state.latest / (state.latest + config.mixing_gamma * state.first + 1e-30)
+    probability = state.latest / (state.latest + state.first + 1e-30)
     imitates = warms_up | (jax.random.uniform(key) < probability)
     return state._replace(imitates=imitates * 1.0, warms_up=warms_up * 1.0)
 
@@ -257,16 +228,14 @@ def amft_controller(config: MixedConfig) -> Controller:
 
     def init_state(params: Params) -> tuple[Array, Array]:
         del params
-        target = -1.0 if config.mixing_entropy is None else config.mixing_entropy
-        return jnp.asarray(config.mu_peak, jnp.float32), jnp.asarray(target, jnp.float32)
+        return jnp.asarray(config.mu_peak, jnp.float32), jnp.asarray(-1.0, jnp.float32)
 
     def after_update(
         params: Params, state: tuple[Array, Array], metrics: dict[str, Array]
     ) -> tuple[Params, tuple[Array, Array]]:
         entropy = metrics["policy/entropy"].astype(jnp.float32)
         target = jnp.where(state[1] < 0, entropy, state[1])
-        moved = state[0] + config.mixing_rate * (target - entropy)
-        moved = jnp.clip(moved, config.mu_valley, config.mu_peak)
+        moved = jnp.clip(state[0] + 5e-4 * (target - entropy), 0.0, config.mu_peak)
         stays = is_empty(metrics)
         return params, (jnp.where(stays, state[0], moved), jnp.where(stays, state[1], target))
 
@@ -290,15 +259,15 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     return group_policy_gradient(config, roles, sampling, config.surrogate_function)
 
 
-def rewarded_solutions(reward: float | None) -> Part:
-    """Make the part by which solutions are scored: with a reward, or those that they bring."""
+def rewarded_solutions(brings_reward: bool) -> Part:
+    """Make the part by which solutions are scored: with 1, or the rewards that they bring."""
 
     def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
         rollout = draft.rollout
         is_solution = actions_of(rollout, RowSource.EXPERT)
         rewards = rollout.rewards
-        if reward is not None:
-            rewards = jnp.where(masked.last(is_solution), reward, rewards)
+        if not brings_reward:
+            rewards = jnp.where(masked.last(is_solution), 1.0, rewards)
         scored = rollout.scored | is_solution.any(-1)
         rollout = replace(rollout, rewards=rewards, scored=scored)
         draft = draft._replace(rollout=rollout, learned=learned_tokens(rollout))
@@ -325,7 +294,7 @@ def compared_solutions(config: MixedConfig) -> Part:
         log_probs = prediction.tokens.log_probs
         if config.method in ("luffy", "critique"):
             probabilities = jnp.exp(log_probs)
-            shaped = probabilities / (probabilities + config.shaping)
+            shaped = probabilities / (probabilities + 0.1)
             losses = -shaped * batch.advantages
         else:
             losses = surrogate(log_probs, batch.old_log_probs, batch.advantages, batch.rows).losses
@@ -336,7 +305,7 @@ def compared_solutions(config: MixedConfig) -> Part:
 
 def imitated_solutions(config: MixedConfig) -> Part:
     """Make the part of solutions that are imitated, with the weight mu, and GRPO with 1 - mu."""
-    with_phi = config.method == "chord" and config.phi
+    is_chord = config.method == "chord"
     controller = None
     if config.method == "sasr":
         controller = sasr_controller()
@@ -371,7 +340,7 @@ def imitated_solutions(config: MixedConfig) -> Part:
     def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
         log_probs = prediction.tokens.log_probs
         losses = -log_probs
-        if with_phi:
+        if is_chord:
             # phi_t = p_t (1 - p_t), held constant.
             probabilities = jnp.exp(log_probs)
             losses = -jax.lax.stop_gradient(probabilities * (1 - probabilities)) * log_probs
@@ -383,4 +352,4 @@ def imitated_solutions(config: MixedConfig) -> Part:
         return value, metrics
 
     name = "" if controller is None else "mixing"
-    return Part(draft, batch, term=term, name=name, controller=controller, stops_gradient=with_phi)
+    return Part(draft, batch, term=term, name=name, controller=controller, stops_gradient=is_chord)

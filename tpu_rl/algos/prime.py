@@ -1,8 +1,8 @@
 """Process rewards from outcomes alone (PRIME, arXiv 2502.01456): GRPO with a second model whose
 log-ratio to the reference is a reward of each token, and which learns from outcomes as it goes.
 
-    r_t  = process_beta [log process(y_t) - log reference(y_t)]                   (implicit PRM)
-    A_t  = A(outcome) + process_coef sum_(s >= t) gamma^(s - t) [r_s - mean of the others' mean r]
+    r_t  = 0.05 [log process(y_t) - log reference(y_t)]                           (implicit PRM)
+    A_t  = A(outcome) + sum_(s >= t) [r_s - mean of the others' mean r]
     loss = GRPO's with A_t - mean over completions of l log sigmoid(s) + (1 - l) log sigmoid(-s)
 
 s is the sum of r_t over a completion, and l is 1 where its return is at least `min_reward`, else 0.
@@ -14,6 +14,8 @@ docs/reference/rewards.md.
 The reference is the model as it starts, for both. The others' mean r is, over the other completions
 of the group, the mean of their means over tokens (the paper's section 3.2, and its code).
 
+The process model learns at twice the run's learning rate.
+
 Deviations: rewards are those of the process model before its update of the step; the paper updates
 it first.
 """
@@ -21,7 +23,7 @@ it first.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,22 +42,16 @@ from tpu_rl.losses.policy_batch import (
     actions_of,
     learned_tokens,
 )
-from tpu_rl.ranges import In, NotNegative, Positive
 from tpu_rl.types import Algorithm, Array, Metrics, Roles, Sampling
+
+BETA = 0.05
+"""Reward per nat of the process model's log-ratio."""
 
 
 @dataclass(frozen=True)
 class PrimeConfig(ClippedPolicyConfig):
     """GRPO's settings, and those of the process model."""
 
-    process_beta: Positive = 0.05
-    """Reward per nat of the process model's log-ratio."""
-    process_coef: NotNegative = 1.0
-    """Coefficient of the advantages from process rewards, beside that of the outcome."""
-    process_gamma: Annotated[float, In("(0, 1]")] = 1.0
-    """Discount per token of process rewards."""
-    process_learning_rate_scale: Positive = 2.0
-    """Learning rate of the process model, as a multiple of the run's."""
     min_reward: float = 0.5
     """A completion with at least this return is a success."""
 
@@ -82,10 +78,9 @@ class PrimeConfig(ClippedPolicyConfig):
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        scale = self.process_learning_rate_scale
         trained = {
             "policy": RoleSpec(trainable=True),
-            "process": RoleSpec(trainable=True, learning_rate_scale=scale),
+            "process": RoleSpec(trainable=True, learning_rate_scale=2.0),
         }
         return with_reference(trained, needed=True)
 
@@ -107,17 +102,13 @@ def process_model(config: PrimeConfig, roles: Roles, temperature: float) -> Part
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
         del state
         rollout, layout = draft.rollout, draft.layout
-        reference, process = (
-            frozen_log_probs(roles[name], draft.params, batch.rows, temperature)
-            for name in ("reference", "process")
-        )
+        reference = frozen_log_probs(roles["reference"], draft.params, batch.rows, temperature)
+        process = frozen_log_probs(roles["process"], draft.params, batch.rows, temperature)
         # r_t, and A_t without that of the outcome.
         log_ratio = layout.unpack(process - reference)
         learned = learned_tokens(rollout) & actions_of(rollout)
-        rewards = jnp.where(learned, config.process_beta * log_ratio, 0.0)
-        dense = config.process_coef * process_advantages(
-            rewards, learned, rollout.group_id, config.process_gamma
-        )
+        rewards = jnp.where(learned, BETA * log_ratio, 0.0)
+        dense = process_advantages(rewards, learned, rollout.group_id)
         # l and 1 / completions, at the last action of each.
         last = masked.last(rollout.action_mask) & learned
         returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
@@ -137,7 +128,7 @@ def process_model(config: PrimeConfig, roles: Roles, temperature: float) -> Part
         success = batch.extras["success"]
         ratio = jnp.where(batch.action_mask, process.log_probs - start, 0.0)
         # s of each completion: the logit that it is a success.
-        logits = masked.sequence_total(config.process_beta * ratio, batch.rows.sequence_ids)
+        logits = masked.sequence_total(BETA * ratio, batch.rows.sequence_ids)
         weights = batch.weights["process"]
         losses = -jax.nn.log_sigmoid(jnp.where(success > 0, logits, -logits))
         right = ((logits > 0) == (success > 0)).astype(jnp.float32)
@@ -150,10 +141,10 @@ def process_model(config: PrimeConfig, roles: Roles, temperature: float) -> Part
     return Part(batch=batch, term=term)
 
 
-def process_advantages(rewards: Array, mask: Array, group_id: Array, gamma: float) -> Array:
-    """Compute the advantages of process rewards, [N, T]: the discounted sum from each token on of
-    the reward minus the leave-one-out mean of the group's mean rewards."""
+def process_advantages(rewards: Array, mask: Array, group_id: Array) -> Array:
+    """Compute the advantages of process rewards, [N, T]: the sum from each token on of the reward
+    minus the leave-one-out mean of the group's mean rewards."""
     means = masked.mean(rewards, mask, axis=-1)
     # mean - mean of the others = leave_one_out(mean).
     others = means - advantages.leave_one_out(means, group_id, mask.any(-1))
-    return advantages.returns_to_go(rewards - others[:, None], mask, gamma)
+    return advantages.returns_to_go(rewards - others[:, None], mask, 1.0)

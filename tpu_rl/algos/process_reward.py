@@ -12,8 +12,8 @@ The score of a completion is that of its weakest step, or the product or the mea
 With `steps` monte_carlo nobody labels steps (Math-Shepherd, arXiv 2312.08935; its equations 3 and
 4): the reference completes each prompt, one of the ends of the completion's steps is drawn, and the
 reference continues from there `continuations` times. The label is the share of continuations with a
-reward of at least `min_reward` (y = V, soft estimation), or with `hard_labels` 1 if any has one.
-The label of the last end is the completion's own.
+reward of at least `min_reward` (y = V, soft estimation). The label of the last end is the
+completion's own.
 
 Deviations: the two classes are one logit of a head instead of two tokens of the vocabulary.
 """
@@ -60,8 +60,6 @@ class ProcessRewardConfig(ranges.Checked):
     """monte_carlo: continuations from an end of a step."""
     min_reward: Annotated[float, ReadOnlyWith("steps", "monte_carlo")] = 0.5
     """monte_carlo: a continuation with at least this reward is right."""
-    hard_labels: Annotated[bool, ReadOnlyWith("steps", "monte_carlo")] = False
-    """monte_carlo: a step is right if any continuation is; otherwise its label is their share."""
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a step, for scoring completions with the model. The last token of
     a completion always ends one."""

@@ -7,11 +7,11 @@ token if it has one. With K members of an ensemble,
     loss = sum_pairs w 1/K sum_k [ -log sigmoid(r_chosen,k - r_rejected,k - margin)
                                    + centering_coef (r_chosen,k + r_rejected,k)^2 ]
 
-Members are `heads` on one trunk or `trunks` of their own. Their heads start at random, and with
-`bootstrap` each member learns from its own resample of the pairs. The prediction of the ensemble is
-mean - penalty x standard deviation, and `worst_share` puts the smallest member in place of that
-share of the mean. With `robust_radius`, the weights w are the worst ones within
-that total variation of equal weights, for each member separately (arXiv 2503.00539).
+Members are `heads` on one trunk. They start at random, and with `bootstrap` each member learns from
+its own resample of the pairs. The prediction of the ensemble is mean - penalty x standard
+deviation, and `worst_share` puts the smallest member in place of that share of the mean. With
+`robust_radius`, the weights w are the worst ones within that total variation of equal weights, for
+each member separately (arXiv 2503.00539).
 
 With `deviations` each head k says how sure it is: a reward is drawn from N(m_k, s_k^2), and
 
@@ -80,9 +80,6 @@ class RewardModelConfig(RobustSettings):
     starts and compared by --reward. rated: rows have a prompt, a completion and a score."""
     heads: Count = 1
     """Members of the ensemble on one trunk."""
-    trunks: Count = 1
-    """Members with models of their own, each with `heads` heads; saved as model, reward_1,
-    reward_2, ..."""
     penalty: NotNegative = 0.0
     """Multiple of the members' standard deviation that is subtracted from their mean, in metrics
     and wherever the model is used."""
@@ -118,23 +115,12 @@ class RewardModelConfig(RobustSettings):
         return pairs_from(self.pairs)
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """Names of the roles with a trunk of their own."""
-        return ("reward", *(f"reward_{i}" for i in range(1, self.trunks)))
-
-    @property
     def roles(self) -> dict[str, RoleSpec]:
         outputs = 2 * self.heads if self.deviations else self.heads
-        member = RoleSpec(trainable=True, outputs=outputs)
-        trained = dict.fromkeys(self.members, member)
-        first, *others = self.members
         reading = ScoreReadout(
-            penalty=self.penalty,
-            others=tuple(others),
-            worst_share=self.worst_share,
-            deviations=self.deviations,
+            penalty=self.penalty, worst_share=self.worst_share, deviations=self.deviations
         )
-        trained[first] = member._replace(reading=reading)
+        trained = {"reward": RoleSpec(trainable=True, outputs=outputs, reading=reading)}
         return with_reference(trained, needed=self.pairs == "reference")
 
 
@@ -161,11 +147,8 @@ def compare(
 ) -> tuple[Array, Pair]:
     """Compute the losses and the rewards of both completions, [R, S, members], at every token of
     a pair; of ratings, the rewards and the scores at each end."""
-    outputs = []
-    for name in config.members:
-        hidden = roles[name].hidden(params, batch.rows)
-        outputs.append(roles[name].logits(params, hidden))
-    rewards = jnp.concatenate(outputs, axis=-1)
+    reward = roles["reward"]
+    rewards = reward.logits(params, reward.hidden(params, batch.rows))
     if config.pairs == "rated":
         pair = Pair(rewards, jnp.broadcast_to(batch.margin[..., None], rewards.shape))
         losses = jnp.square(pair.chosen - pair.rejected)
@@ -198,7 +181,6 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
     """
     del sampling
     is_rated = config.pairs == "rated"
-    member_count = config.heads * config.trunks
 
     def spread_of(outputs: Array) -> Array:
         return reward_score.deviation(outputs, config.deviations)
@@ -214,11 +196,11 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
             equal = pair_weights(
                 mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches
             )
-        counts = jnp.ones((len(pairs.tokens), member_count))
+        counts = jnp.ones((len(pairs.tokens), config.heads))
         if config.bootstrap:
-            counts = bootstrap_counts(pairs.tokens, mask, pairs.group_id, member_count)
+            counts = bootstrap_counts(pairs.tokens, mask, pairs.group_id, config.heads)
         weights = {
-            f"member_{k}": layout.pack(equal * counts[:, k, None]) for k in range(member_count)
+            f"member_{k}": layout.pack(equal * counts[:, k, None]) for k in range(config.heads)
         }
         batch = Batch(
             rows=layout.rows(pairs.tokens),

@@ -2,10 +2,10 @@
 
 With r_i the score of completion i, and s_i a function of its log-probs,
 
-    rrhf    sum over pairs r_i < r_j of max(0, s_i - s_j) - nll_coef s_best,
+    rrhf    sum over pairs r_i < r_j of max(0, s_i - s_j) - s_best,
             s = mean_t log policy(y_t)                              arXiv 2304.05302, eq. 2 to 4
-    tpo     mean over pairs without the best of -log sigmoid(beta (s_j - s_i)) - nll_coef mean_t
-            log policy(best), s = sum_t log policy(y_t)             arXiv 2405.16681, eq. 8
+    tpo     mean over pairs without the best of -log sigmoid(beta (s_j - s_i)) - mean_t log
+            policy(best), s = sum_t log policy(y_t)                 arXiv 2405.16681, eq. 8
     prdp    mean over pairs of max(d, d'),  d = (beta (s_i - s_j) - (r_i - r_j))^2,
             s = sum_t log policy(y_t) / reference(y_t); in d' each s is at most `clip` nats from
             its value before the update                             arXiv 2402.08714, eq. 9 and 12
@@ -36,7 +36,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.ranges import In, NotNegative, Positive
+from tpu_rl.ranges import In, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -65,8 +65,6 @@ class ScoredCompletionsConfig(ranges.Checked):
     """The most completions of a prompt."""
     beta: Positive = 0.1
     """tpo: coefficient of a difference of log-probs. prdp: reward per nat."""
-    nll_coef: NotNegative = 1.0
-    """rrhf, tpo: coefficient of the likelihood of the best completion."""
     clip: Positive = 0.2
     """prdp: nats that a completion's log-prob may move per batch. a_lol: range of the ratio around
     1."""
@@ -145,7 +143,8 @@ def pair_losses(
     config: ScoredCompletionsConfig, scores: Array, batch: Batch, old: Array | None
 ) -> Array:
     """Average the losses over the later completions of a prompt, at each first token [R, S]."""
-    losses, counts = jnp.zeros_like(scores), jnp.zeros_like(scores)
+    losses = jnp.zeros_like(scores)
+    counts = jnp.zeros_like(scores)
     for d, peer in batch.peers.items():
         is_pair = batch.is_pair[d]
         difference = batch.differences[d]
@@ -221,7 +220,7 @@ def scored_completions(
         else:
             scores = means if config.loss == "rrhf" else sums
             losses["pairs"] = pair_losses(config, scores, batch, None)
-            losses["best"] = -config.nll_coef * means
+            losses["best"] = -means
         parts = {
             name: masked.total(batch.weights[name] * values, batch.weights[name] > 0)
             for name, values in losses.items()

@@ -44,9 +44,8 @@ class SelfDistillConfig(SamplerCorrection):
     template: str = "{prompt}\n\n{hint}"
     """The teacher's prompt. In a conversation, its last message is the {prompt}."""
     reference_mix: Share = 0.0
-    """The share by which the teacher moves towards the policy; 0: it stays the first model."""
-    reference_every: int = 1
-    """Updates between these moves."""
+    """The share by which the teacher moves towards the policy at each update; 0: it stays the first
+    model."""
     discount: Share = 0.0
     """Discount, per token, of the log-ratios of later tokens."""
     clip: Annotated[float, In("(0, 1)")] = 0.2
@@ -54,12 +53,6 @@ class SelfDistillConfig(SamplerCorrection):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.reference_every < 1 or (self.reference_every > 1 and not self.reference_mix):
-            raise InputError(
-                f"the teacher moves every {self.reference_every} updates, by nothing",
-                where="--algorithm.reference-every, --algorithm.reference-mix",
-                fix="use a mix above 0, and at least 1 update",
-            )
         missing = [name for name in ("{prompt}", "{hint}") if name not in self.template]
         if missing:
             raise InputError(
@@ -102,7 +95,7 @@ def self_distill(config: SelfDistillConfig, roles: Roles, sampling: Sampling) ->
 
     teacher = Part(losses=metrics)
     if config.reference_mix:
-        controller = moving_reference(config.reference_every, config.reference_mix)
+        controller = moving_reference(1, config.reference_mix)
         teacher = teacher._replace(name="reference", controller=controller)
     return policy_gradient(
         roles,

@@ -11,7 +11,7 @@ completions replace those of the data, it is sequence-level distillation (arXiv 
           tokens that the policy considers unlikely count less      arXiv 2508.05629, equation 9
     ift   inputs that are moved to what the policy would write, and tokens that count by the losses
           after them; see losses/intuitive.py                       arXiv 2405.11870
-    pear  w_t x min(cap, prod_{j >= t} (policy(y_j) / author(y_j))^(gamma^(j - t))), of the policy
+    pear  w_t x min(2, prod_{j >= t} (policy(y_j) / author(y_j))^(0.999^(j - t))), of the policy
           before the batch: what it would write itself counts more, as a start for RL. The variant
           of tokens of PEAR, arXiv 2602.01058; weights are not divided by their mean
     + kl_coef sum_t w_t KL(first policy || policy) at token t        SuperHF, arXiv 2310.16763
@@ -33,7 +33,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, intuitive, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.ranges import Conflicts, Needs, NotNegative, Positive, ReadOnlyWith, Share
+from tpu_rl.ranges import Conflicts, NotNegative
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -67,24 +67,12 @@ class SftConfig(ranges.Checked):
     ] = "nll"
     """Loss of a token: its negative log-likelihood, or dynamic fine-tuning's, which weighs that by
     the token's probability, or intuitive fine-tuning's, with mixed inputs and later losses."""
-    ift_mix: Annotated[Share, ReadOnlyWith("loss", "ift")] = 0.2
-    """ift: share of the policy's likeliest token in the embedding of each learned token."""
-    ift_gamma: Annotated[Share, ReadOnlyWith("loss", "ift")] = 0.95
-    """ift: discount per token of the losses after a token, which weigh it; 0 weighs all alike."""
     kl_coef: NotNegative = 0.0
     """Coefficient of the KL, in nats per token, from the policy before training."""
 
     author: str | None = None
     """The model that wrote the data, for PEAR's importance weights: a directory, a hub id or the
     model folder of a run."""
-    author_gamma: Annotated[
-        Share, Needs("author", why="PEAR's weights compare with the model that wrote the data")
-    ] = 0.999
-    """PEAR's discount of the later tokens of a completion."""
-    author_cap: Annotated[
-        Positive, Needs("author", why="PEAR's weights compare with the model that wrote the data")
-    ] = 2.0
-    """The largest of PEAR's weights."""
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -130,11 +118,9 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
                 layout.unpack(frozen_log_probs(roles[name], params, rows))
                 for name in ("policy", "author")
             )
-            # sum_{j >= t} gamma^(j - t) log(policy / author) is a return of log-ratios.
-            log_weights = advantages.returns_to_go(
-                policy - author, texts.action_mask, config.author_gamma
-            )
-            weights *= jnp.exp(jnp.minimum(log_weights, math.log(config.author_cap)))
+            # sum_{j >= t} 0.999^(j - t) log(policy / author) is a return of log-ratios.
+            log_weights = advantages.returns_to_go(policy - author, texts.action_mask, 0.999)
+            weights *= jnp.exp(jnp.minimum(log_weights, math.log(2.0)))
         packed = {"policy": layout.pack(weights)}
         if config.loss == "ift":
             by_text = masked.sequence_mean(counts != 0, layout.minibatch, layout.minibatches)
@@ -146,12 +132,10 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         divergence = None
         if config.loss == "ift":
             mask = weights > 0
-            log_probs = intuitive.mixed_log_probs(
-                roles["policy"], params, batch.rows, mask, config.ift_mix
-            )
+            log_probs = intuitive.mixed_log_probs(roles["policy"], params, batch.rows, mask)
             losses = jnp.where(mask, -log_probs, 0.0)
             sequence_ids = batch.rows.sequence_ids
-            of_texts = intuitive.propagated(losses, weights, sequence_ids, config.ift_gamma)
+            of_texts = intuitive.propagated(losses, weights, sequence_ids)
             by_text = batch.weights["completion"]
             value = masked.total(by_text * of_texts, by_text > 0)
             return value, {

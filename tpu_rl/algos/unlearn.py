@@ -1,6 +1,6 @@
 """Unlearning: lower the probability of the demonstrations that are marked, and learn the others.
 
-    loss = mean over kept tokens of -log p(y_t)  +  forget_coef x mean over forgotten tokens of L_t
+    loss = mean over kept tokens of -log p(y_t)  +  mean over forgotten tokens of L_t
 
     ce_u              L_t = -sum_{k != y} q_k log p_k,   q = softmax of the logits with z_y = -inf,
                       held constant                                         arXiv 2503.01224
@@ -33,7 +33,6 @@ from tpu_rl.losses.log_probs import (
     tokens_at_once,
     vocabulary,
 )
-from tpu_rl.ranges import Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -53,8 +52,6 @@ class UnlearnConfig(ranges.Checked):
 
     loss: Literal["ce_u", "gradient_ascent"] = "ce_u"
     """Loss of the tokens to be forgotten; gradient_ascent is the control that blows up."""
-    forget_coef: Positive = 1.0
-    """Weight of that loss beside the loss of the rows that are kept."""
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -110,7 +107,7 @@ def unlearn(config: UnlearnConfig, roles: Roles, sampling: Sampling) -> Algorith
         forget = batch.weights["forget"]
         keep_loss = -masked.total(keep * log_probs, keep > 0)
         forget_loss = masked.total(forget * forget_losses, forget > 0)
-        return keep_loss + config.forget_coef * forget_loss, {
+        return keep_loss + forget_loss, {
             "sft/loss": Sum(keep_loss, keep.sum()),
             "unlearn/loss": Sum(forget_loss, forget.sum()),
             "unlearn/log_prob": masked.weighted_average(log_probs, forget),

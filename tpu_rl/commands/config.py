@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import tyro
 import yaml
@@ -198,8 +198,6 @@ class StopConfig:
     """The better values of --stop.metric."""
     patience: ranges.CountOrNone = 0
     """End the run after so many evaluations in a row without a better value; 0 never does."""
-    min_gain: Annotated[float, ranges.In("[0, inf]")] = 0.0
-    """A value is better only if it exceeds the best one by more than this."""
     best: bool = False
     """The run's model is that of the evaluation with the best value, not that of the last step."""
     when: tuple[str, ...] = ()
@@ -644,6 +642,10 @@ def _flag_error(printed: str) -> InputError:
         return InputError(message, where=" ".join(nearest), fix=fix)
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
     fix = flag_names.remedy_in_group(mistyped) or fix
+    setting = mistyped.rpartition(".")[2].removeprefix("no-").replace("-", "_")
+    for removed in REMOVED.values():
+        if setting in removed:
+            fix = f"leave it out: it is no longer a setting, and always {removed[setting]}"
     if re.search(r"options: (true|false)$", message, re.IGNORECASE):
         fix = "a switch has no value: --batch.share-prefixes or --batch.no-share-prefixes"
     return InputError(message, fix=fix)
@@ -789,7 +791,7 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
             rename(phase, "forget", "reset_roles") if isinstance(phase, dict) else phase
             for phase in values["phases"]
         ]
-    return values
+    return without_removed(values)
 
 
 def find_class(kind: str) -> type | None:
@@ -840,6 +842,110 @@ ADDED = {
 that value they are no part of a run's identity."""
 
 
+REMOVED: dict[str, dict[str, Any]] = {
+    "AStarPoConfig": {"value_beta": 0.5, "reference_samples": 8},
+    "DirectAdvantageConfig": {"reference_every": 0},
+    "DistillConfig": {"further_teachers": [], "teacher_column": "teacher_name"},
+    "DpoConfig": {"simpo_margin": 0.5, "alpha_po": 0.25, "f_alpha": 0.5},
+    "EntropySettings": {
+        "entropy_target": None,
+        "entropy_coef_delta": 0.005,
+        "entropy_coef_max": 1.0,
+        "sampled_entropy_rate": 0.1,
+    },
+    "GroupPolicyConfig": {"normalize_advantages": False},
+    "MiniLlmConfig": {"length_normalized": True, "single_step": True},
+    "MixedConfig": {
+        "phi": True,
+        "mu_valley": 0.0,
+        "mu_decay_steps": 0,
+        "replay_size": 1000,
+        "solution_reward": 1.0,
+        "shaping": 0.1,
+        "mixing_gamma": 1.0,
+        "mixing_rate": 5e-4,
+        "mixing_entropy": None,
+    },
+    "PrimeConfig": {
+        "process_beta": 0.05,
+        "process_coef": 1.0,
+        "process_gamma": 1.0,
+        "process_learning_rate_scale": 2.0,
+    },
+    "ProcessRewardConfig": {"hard_labels": False},
+    "ReferenceKl": {"kl_reward_estimator": "k1"},
+    "ReturnSettings": {"reward_clip_range": None},
+    "RewardModelConfig": {"trunks": 1},
+    "RolloutConfig": {"constraint_max": 100.0},
+    "ScoredCompletionsConfig": {"nll_coef": 1.0},
+    "SearchData": {"searches_none": 0.5, "searches_once": 0.1},
+    "SelfDistillConfig": {"reference_every": 1},
+    "SftConfig": {"ift_mix": 0.2, "ift_gamma": 0.95, "author_gamma": 0.999, "author_cap": 2.0},
+    "StopConfig": {"min_gain": 0.0},
+    "SurrogatesConfig": {
+        "log_ratio_bound": None,
+        "k_positive": None,
+        "k_negative": None,
+        "lambda_positive": None,
+        "lambda_negative": None,
+        "difficulty_slope": 0.0,
+        "negative_scale": 1.0,
+        "mastered_probability": 0.99,
+    },
+    "Thinking": {"answer_top_p": None},
+    "UnlearnConfig": {"forget_coef": 1.0},
+}
+"""Class of settings -> settings that it and its subclasses had, with their defaults, which methods
+now have for good. With these a run of before goes on, and has the identity that it had."""
+
+LEFT = {"advantages": ("max_rl",), "kl_estimator": ("k1+", "k3+", "abs+")}
+"""Setting -> values that it may have no more."""
+
+
+def removed_settings(kind: type | None, name: str) -> dict[str, Any]:
+    """Return the settings that a class had, with their defaults."""
+    names = [name, *(base.__name__ for base in (kind.__mro__ if kind else ()))]
+    return {setting: value for base in names for setting, value in REMOVED.get(base, {}).items()}
+
+
+def without_removed(values: Any) -> Any:
+    """Return the plain values of a config.yaml without settings that left at their defaults.
+
+    Raises:
+        InputError: if one has another value.
+    """
+    if isinstance(values, list):
+        return [without_removed(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    kind = str(values.get("kind"))
+    removed = removed_settings(find_class(kind), kind)
+    for name, value in values.items():
+        if (name in removed and value != removed[name]) or value in LEFT.get(name, ()):
+            instead = f"it is always {removed[name]}" if name in removed else "nothing else has it"
+            raise InputError(
+                f"{name} {value} is no longer a setting of {kind}",
+                where=f"{name}: {value}",
+                why=f"no preset or document used it; {instead} now",
+                fix="continue the run with the version that began it, or start another",
+            )
+    return {name: without_removed(value) for name, value in values.items() if name not in removed}
+
+
+def with_removed(config: Any, values: Any) -> Any:
+    """Return the plain values of a dataclass with those of the settings that left."""
+    if isinstance(config, tuple):
+        return [with_removed(*pair) for pair in zip(config, values, strict=True)]
+    if not dataclasses.is_dataclass(config):
+        return values
+    fields = {
+        field.name: with_removed(getattr(config, field.name), values[field.name])
+        for field in dataclasses.fields(config)
+    }
+    kind = type(config)
+    return {"kind": kind.__name__} | removed_settings(kind, kind.__name__) | fields
+
+
 def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
     """Return name -> value of every setting that is not in MAY_CHANGE."""
 
@@ -851,7 +957,7 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
             flat |= flatten(value, f"{prefix}.{name}".strip("."))
         return flat
 
-    values = to_dict(config)
+    values = with_removed(config, to_dict(config))
     if config.stop == StopConfig():
         del values["stop"]  # As in `ADDED`, all of it.
     for part in (values, *values["phases"]):

@@ -224,7 +224,7 @@ def _prefix(name: str) -> str:
 
 def limited(thinking: Thinking) -> Thinking:
     """Return the control of thoughts as evaluations have it: nothing is cut off a distribution."""
-    return replace(thinking, answer_top_k=None, answer_top_p=None)
+    return replace(thinking, answer_top_k=None)
 
 
 def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row]) -> Scorer:

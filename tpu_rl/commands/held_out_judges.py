@@ -96,11 +96,9 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
         )
     reading = roles.reading(stage.algorithm)
     assert reading is not None
-    members = ["reward", *reading.others]
-    models = tuple(context.models[name] for name in members)
     return reward_accuracy.pair_judge(
-        reward_model.score_functions(models, reading)[0],
-        [context.params_of(name) for name in members],
+        reward_model.score_functions(context.models["reward"], reading)[0],
+        context.params_of("reward"),
         _held_out_pairs(context, stage, params),
     )
 

@@ -84,7 +84,7 @@ class StopRules:
         if value is not None:
             sign = 1 if self._stop.goal == "highest" else -1
             # The first value is better than none.
-            if not sign * (value - self._best) <= self._stop.min_gain:
+            if not sign * (value - self._best) <= 0:
                 self._best = value
                 self.best_step = row["step"]
                 self._without_gain = 0

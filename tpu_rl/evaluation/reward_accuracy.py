@@ -87,7 +87,7 @@ class HeldOutPairs:
 
 def pair_judge(
     score: reward_model.Score,
-    members: Sequence[Callable[[Params], Params]],
+    select: Callable[[Params], Params],
     held_out: HeldOutPairs | None,
 ) -> Judge:
     """Return a function that computes the share of held-out pairs that the reward model ranks as
@@ -95,7 +95,7 @@ def pair_judge(
 
     Args:
         score: the model's score of completions.
-        members: select the params of each member of the ensemble.
+        select: selects the params of the model.
         held_out: the pairs, or None if there are none.
     """
     if held_out is None:
@@ -108,8 +108,7 @@ def pair_judge(
     ]
 
     def judge(params: Params, slices: bool) -> list[Accuracy]:
-        member_params = [select(params) for select in members]
-        scores = reward_model.score_rows(score, member_params, tokens, mask)
+        scores = reward_model.score_rows(score, select(params), tokens, mask)
         better, worse = scores.reshape(-1, 2).T
         right = (better > worse) + 0.5 * (better == worse)
         lines = [Accuracy("", by_problem(right, held_out.problems)), *rules]

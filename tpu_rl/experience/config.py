@@ -227,8 +227,6 @@ class RolloutConfig:
     constraint_rate: Positive = 0.01
     """Change of a multiplier per batch and unit beyond the limit. A length is in tokens: 0.0001 to
     0.001 suits it."""
-    constraint_max: Positive = 100.0
-    """Largest multiplier."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every

@@ -102,10 +102,9 @@ def parse_all(texts: Sequence[str], names: Sequence[str]) -> list[Constraint]:
 class Multipliers:
     """The multipliers of constraints: a transform with a state, a `source.Memory`."""
 
-    def __init__(self, constraints: Sequence[Constraint], rate: float, most: float):
+    def __init__(self, constraints: Sequence[Constraint], rate: float):
         self._constraints = constraints
         self._rate = rate
-        self._most = most
         self._values = [0.0] * len(constraints)
         self._excess = list(self._values)
 
@@ -125,7 +124,7 @@ class Multipliers:
             finite = excess[np.isfinite(excess) & np.isfinite(everything.rewards)]
             self._excess[k] = float(finite.mean()) if finite.size else 0.0
             moved = self._values[k] + self._rate * self._excess[k]
-            self._values[k] = float(np.clip(moved, 0.0, self._most))
+            self._values[k] = float(np.clip(moved, 0.0, 100.0))
         rollout = scored.rollout
         mask = np.asarray(rollout.action_mask)
         rows = np.arange(len(mask))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
 from tpu_rl import ranges
 from tpu_rl.errors import InputError
-from tpu_rl.losses import advantages, masked
+from tpu_rl.losses import advantages
 from tpu_rl.losses.log_probs import frozen_score_norms
 from tpu_rl.losses.policy_batch import Draft, learned_tokens
 from tpu_rl.ranges import In, NotNegative, ReadOnlyWith
 from tpu_rl.types import Array, Rollout
 
 Credit = Literal["episode", "turn", "step", "token", "reward"]
-"""What a group compares: episodes, their k-th turns, GiGPO's step groups, their k-th tokens, or the
-rewards of all their turns (see `credited_advantages`)."""
+"""Things that a group compares: episodes, their k-th turns, GiGPO's step groups, their k-th tokens,
+or the rewards of all their turns (see `credited_advantages`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,24 +96,6 @@ def of_groups(
         return draft._replace(advantages=values, shares={**draft.shares, **shares})
 
     return compare
-
-
-def normalized(baseline: advantages.Advantage) -> advantages.Advantage:
-    """Scale the values of a baseline to mean 0 and deviation 1 over the batch."""
-    return partial(normalized_advantages, baseline)
-
-
-def normalized_advantages(
-    advantage: advantages.Advantage, returns: Array, group_id: Array, lengths: Array
-) -> Array:
-    """Compute the values [N] of `advantage`, shifted and scaled to mean 0 and standard deviation 1
-    over those with lengths above 0; 0 where all are equal. The deviation is the sample one."""
-    values = advantage(returns, group_id, lengths)
-    counted = lengths > 0
-    centered = jnp.where(counted, values - masked.mean(values, counted), 0.0)
-    deviation = jnp.sqrt(jnp.square(centered).sum() / jnp.maximum(counted.sum() - 1.0, 1.0))
-    is_equal = deviation <= advantages.EPSILON
-    return jnp.where(is_equal, 0.0, centered / (deviation + advantages.EPSILON))
 
 
 def credited_advantages(

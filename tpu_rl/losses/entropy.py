@@ -1,5 +1,5 @@
-"""The entropy of the policy: a bonus, a target of the bonus or of the temperature, and the tokens
-with the highest entropy."""
+"""The entropy of the policy: a bonus, a target of the sampling temperature, and the tokens with the
+highest entropy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 
 from tpu_rl import ranges
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.controllers import is_empty
 from tpu_rl.losses.policy_batch import Controller, Draft, Part, PolicyBatch, Prediction
-from tpu_rl.ranges import In, Needs, NotNegative, Positive
-from tpu_rl.types import Array, Metrics, Params, Sum
+from tpu_rl.ranges import In, NotNegative, Positive
+from tpu_rl.types import Array, Metrics, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,54 +22,26 @@ class EntropySettings(ranges.Checked):
     """Settings of the entropy. Coefficients multiply nats."""
 
     entropy_coef: NotNegative = 0.0
-    """Coefficient of the entropy bonus. With an entropy target, its initial value."""
-    entropy_target: NotNegative | None = None
-    """Nats per token. After each optimizer step the coefficient of the entropy bonus rises if the
-    entropy is at most this, and falls otherwise; above the target there is no bonus (Skywork-OR1,
-    arXiv 2505.22312)."""
-    entropy_coef_delta: Annotated[NotNegative, Needs("entropy_target")] = 0.005
-    """Change of the entropy coefficient per optimizer step, with an entropy target."""
-    entropy_coef_max: Annotated[NotNegative, Needs("entropy_target")] = 1.0
-    """Largest entropy coefficient, with an entropy target."""
+    """Coefficient of the entropy bonus."""
     sampled_entropy: Positive | None = None
     """Nats per token. The sampling temperature rises while the entropy of the distributions sampled
     from is below this, and falls while it is above; 0.3 is usual (AceReason-Nemotron 1.1)."""
-    sampled_entropy_rate: Annotated[Positive, Needs("sampled_entropy")] = 0.1
-    """Change of the logarithm of the temperature per nat of entropy that is missing and step."""
     top_entropy_quantile: Annotated[float, In("(0, 1]")] = 1.0
     """Learn only from this share of the batch's tokens, those with the highest entropy before the
     update (arXiv 2506.01939); 0.2 is usual. The KL in the loss is about all tokens."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.entropy_target and self.entropy_coef > self.entropy_coef_max:
-            raise InputError(
-                f"the entropy coefficient {self.entropy_coef:g} begins above its largest value",
-                where="--algorithm.entropy-coef, --algorithm.entropy-coef-max",
-                fix=f"use at most {self.entropy_coef_max:g}, or raise the largest value",
-            )
 
     def temperature_parts(self) -> tuple[Part, ...]:
         """List the part of the sampling temperature, which stands before those that read it."""
         if self.sampled_entropy is None:
             return ()
-        return (sampled_entropy(self.sampled_entropy, self.sampled_entropy_rate),)
+        return (sampled_entropy(self.sampled_entropy),)
 
     def entropy_parts(self) -> tuple[Part, ...]:
         """List the other parts that are on."""
         parts = []
         if self.top_entropy_quantile < 1:
             parts.append(top_entropy_tokens(self.top_entropy_quantile))
-        if self.entropy_target is not None:
-            parts.append(
-                entropy_target(
-                    self.entropy_target,
-                    self.entropy_coef,
-                    self.entropy_coef_delta,
-                    self.entropy_coef_max,
-                )
-            )
-        elif self.entropy_coef:
+        if self.entropy_coef:
             parts.append(entropy_bonus(self.entropy_coef))
         return tuple(parts)
 
@@ -81,40 +52,15 @@ def entropy_bonus(coef: float) -> Part:
     def weighted(
         values: Array, prediction: Prediction, batch: PolicyBatch
     ) -> tuple[Array, Metrics]:
-        return _with_bonus(values, coef * batch.weights["policy"], prediction, batch), {}
+        bonus = coef * batch.weights["policy"]
+        if batch.high_entropy is not None:
+            bonus = bonus * batch.high_entropy
+        return values - bonus * prediction.tokens.entropy, {}
 
     return Part(weighted=weighted, entropy_gradient=True)
 
 
-def entropy_target(target: float, coef: float, delta: float, largest: float) -> Part:
-    """Make the part "entropy": a bonus whose coefficient follows `entropy_controller`."""
-
-    def batch(batch: PolicyBatch, draft: Draft, state: tuple[Array, Array]) -> PolicyBatch:
-        del draft
-        bonus = batch.weights["policy"] * applied_entropy_coef(state, target)
-        return batch.with_weights(entropy=bonus)
-
-    def weighted(
-        values: Array, prediction: Prediction, batch: PolicyBatch
-    ) -> tuple[Array, Metrics]:
-        bonus = batch.weights["entropy"]
-        applied = Sum(bonus.sum(), batch.weights["policy"].sum())
-        values = _with_bonus(values, bonus, prediction, batch)
-        return values, {"policy/entropy_coef": applied}
-
-    controller = entropy_controller(coef, target, delta, largest)
-    return Part(
-        batch=batch, weighted=weighted, name="entropy", controller=controller, entropy_gradient=True
-    )
-
-
-def _with_bonus(values: Array, bonus: Array, prediction: Prediction, batch: PolicyBatch) -> Array:
-    if batch.high_entropy is not None:
-        bonus = bonus * batch.high_entropy
-    return values - bonus * prediction.tokens.entropy
-
-
-def sampled_entropy(target: float, rate: float) -> Part:
+def sampled_entropy(target: float) -> Part:
     """Make the part "temperature": batches have the temperature of `temperature_controller`."""
 
     def draft(draft: Draft, state: Array) -> tuple[Draft, Array]:
@@ -123,7 +69,7 @@ def sampled_entropy(target: float, rate: float) -> Part:
         draft = draft._replace(temperature=temperature).with_fields(temperature=packed)
         return draft, state
 
-    return Part(draft, name="temperature", controller=temperature_controller(target, rate))
+    return Part(draft, name="temperature", controller=temperature_controller(target))
 
 
 def top_entropy_tokens(share: float) -> Part:
@@ -157,47 +103,15 @@ def top_entropy(entropy: Array, learned: Array, share: float) -> Array:
     return (learned & (entropy >= threshold)) * 1.0
 
 
-def entropy_controller(coef: float, target: float, delta: float, largest: float) -> Controller:
-    """Make the controller of an entropy coefficient (Skywork-OR1, arXiv 2505.22312; TRL 1.16).
-
-    After each optimizer step the coefficient rises by `delta` if the policy's entropy, in nats per
-    token, is at most `target`, and falls by it otherwise, within 0 and `largest`. The state is
-    (coefficient, entropy of the last step). It reads the metric "policy/entropy", of all actions;
-    with a top entropy quantile, TRL's entropy is that of the tokens in it.
-    """
-
-    def init_state(params: Params) -> tuple[Array, Array]:
-        del params
-        # No entropy is known yet, so that the first batch has no bonus.
-        return jnp.asarray(coef, jnp.float32), jnp.asarray(jnp.inf, jnp.float32)
-
-    def after_update(
-        params: Params, state: tuple[Array, Array], metrics: dict[str, Array]
-    ) -> tuple[Params, tuple[Array, Array]]:
-        entropy = metrics["policy/entropy"].astype(jnp.float32)
-        step = jnp.where(entropy <= target, delta, -delta)
-        coef = jnp.clip(state[0] + step, 0.0, largest)
-        stays = is_empty(metrics)
-        return params, (jnp.where(stays, state[0], coef), jnp.where(stays, state[1], entropy))
-
-    return init_state, after_update
-
-
-def applied_entropy_coef(state: tuple[Array, Array], target: float) -> Array:
-    """Compute the coefficient of a batch: 0 while the last entropy is above the target."""
-    coef, entropy = state
-    return jnp.where(entropy <= target, coef, 0.0)
-
-
 TEMPERATURES = (0.1, 10.0)
 """The smallest and the largest factor of the sampling temperature."""
 
 
-def temperature_controller(target: float, rate: float) -> Controller:
+def temperature_controller(target: float) -> Controller:
     """Make the controller of the sampling temperature that keeps the policy's entropy at the
     target, in nats per token.
 
-        ln T <- ln T + rate (target - H),    |target - H| at most 1
+        ln T <- ln T + 0.1 (target - H),    |target - H| at most 1
 
     H is the mean entropy of the distributions that tokens were sampled from, "policy/entropy". The
     state is the factor of the run's temperature, 1 at first. AceReason-Nemotron 1.1 (arXiv
@@ -212,7 +126,7 @@ def temperature_controller(target: float, rate: float) -> Controller:
         params: Params, factor: Array, metrics: dict[str, Array]
     ) -> tuple[Params, Array]:
         missing = jnp.clip(target - metrics["policy/entropy"], -1.0, 1.0)
-        moved = jnp.clip(factor * jnp.exp(rate * missing), *TEMPERATURES)
+        moved = jnp.clip(factor * jnp.exp(0.1 * missing), *TEMPERATURES)
         stays = is_empty(metrics)
         return params, jnp.where(stays, factor, moved).astype(jnp.float32)
 

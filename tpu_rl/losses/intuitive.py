@@ -1,13 +1,12 @@
 """The loss of intuitive fine-tuning (IFT, arXiv 2405.11870), as in the authors' program.
 
-    e'_t = (1 - mix) e(y_t) + mix e(y^_t),   y^_t the policy's likeliest token after y_<t
+    e'_t = 0.8 e(y_t) + 0.2 e(y^_t),         y^_t the policy's likeliest token after y_<t
     l_t  = -log policy(y_t | e'_<t)
-    c_t  = sum_{j >= t} gamma^(j - t) l_j
+    c_t  = sum_{j >= t} 0.95^(j - t) l_j
     loss = mean over completions of  sum_t l_t c_t / sum_t c_t
 
 The input of a learned token is moved to what the policy would have written, and a token counts the
-more, the larger the losses after it are. Gradients flow through the weights c. With gamma 0 all
-tokens count the same, so that mix 0 and gamma 0 are SFT, completion by completion. The defaults are
+more, the larger the losses after it are. Gradients flow through the weights c. The numbers are
 those of the program's `ift.yaml`: propagation of the loss to the left, norm L1.
 
 Deviation: the program keeps a frozen copy of the first embeddings for the inputs; here they are the
@@ -22,6 +21,11 @@ import jax.numpy as jnp
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import over_actions, token_log_probs, tokens_at_once, vocabulary
 from tpu_rl.types import MIXED_INPUTS, Array, PackedRows, Params, Role
+
+MIX = 0.2
+"""Share of the likeliest tokens in the inputs."""
+GAMMA = 0.95
+"""Discount per token of the losses after a token."""
 
 
 def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) -> Array:
@@ -39,7 +43,7 @@ def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) 
 
 
 def mixed_log_probs(
-    role: Role, params: Params, rows: PackedRows, mask: Array, mix: float, name: str = "policy"
+    role: Role, params: Params, rows: PackedRows, mask: Array, name: str = "policy"
 ) -> Array:
     """Compute the log-probs of tokens after mixed inputs, [R, S].
 
@@ -48,33 +52,27 @@ def mixed_log_probs(
       params: the whole params tree, of which `name` is the role's entry.
       rows: packed rows.
       mask: [R, S] bool, the learned tokens.
-      mix: share of the likeliest tokens in the inputs.
       name: of the role's entry.
     """
-    if mix:
-        others = likeliest_tokens(role, params, rows, mask)
-        entry = {MIXED_INPUTS: {"tokens": others, "share": jnp.float32(mix)}}
-        params = params | {name: params[name] | entry}
+    others = likeliest_tokens(role, params, rows, mask)
+    entry = {MIXED_INPUTS: {"tokens": others, "share": jnp.float32(MIX)}}
+    params = params | {name: params[name] | entry}
     return token_log_probs(role, params, rows).log_probs
 
 
-def propagated(losses: Array, weights: Array, sequence_ids: Array, gamma: float) -> Array:
+def propagated(losses: Array, weights: Array, sequence_ids: Array) -> Array:
     """Compute sum_t l_t c_t / sum_t c_t of each token's own sequence, [R, S].
 
     Args:
       losses: [R, S], l.
       weights: [R, S], of the tokens within their sequence; 0 at those that are not learned.
       sequence_ids: [R, S], as in `types.PackedRows`.
-      gamma: discount per token.
     """
     counted = weights * losses
-    if gamma == 0:
-        sums = masked.sequence_total(counted, sequence_ids)
-        return sums / _not_zero(masked.sequence_total(weights, sequence_ids))
 
     def add(carry: tuple[Array, Array], slot: tuple[Array, Array]) -> tuple:
         value, number = slot
-        total = value + gamma * jnp.where(number == carry[1], carry[0], 0.0)
+        total = value + GAMMA * jnp.where(number == carry[1], carry[0], 0.0)
         return (total, number), total
 
     start = (jnp.zeros_like(counted[:, 0]), jnp.zeros_like(sequence_ids[:, 0]))

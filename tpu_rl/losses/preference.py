@@ -190,26 +190,20 @@ def hinge(chosen: Array, rejected: Array, beta: float) -> Array:
     return jax.nn.relu(1 - beta * (chosen - rejected))
 
 
-def simpo(chosen: Array, rejected: Array, beta: float, margin: float) -> Array:
-    """Compute -log sigmoid(beta (chosen - rejected) - margin), for averaged s without a reference
+def simpo(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Compute -log sigmoid(beta (chosen - rejected) - 0.5), for averaged s without a reference
     (SimPO, arXiv 2405.14734, equation 6)."""
-    return -jax.nn.log_sigmoid(beta * (chosen - rejected) - margin)
+    return -jax.nn.log_sigmoid(beta * (chosen - rejected) - 0.5)
 
 
-def alphapo(chosen: Array, rejected: Array, beta: float, margin: float, alpha_po: float) -> Array:
-    """Compute `simpo` of the rewards r = (1 - p^-alpha) / alpha in place of log p, where p = e^s
-    (AlphaPO, arXiv 2501.03884, equation 7).
-
-    Alpha 0 is SimPO. With alpha below 0 the reward grows with p slower than log p does, and with
-    alpha above 0 a small p costs more.
-    """
+def alphapo(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Compute `simpo` of the rewards (1 - p^-1/4) / (1/4) in place of log p, where p = e^s, so that
+    a small p costs more (AlphaPO, arXiv 2501.03884, equation 7)."""
 
     def reward(score: Array) -> Array:
-        if alpha_po == 0:
-            return score
-        return -jnp.expm1(jnp.minimum(-alpha_po * score, LARGEST_EXPONENT)) / alpha_po
+        return -jnp.expm1(jnp.minimum(-0.25 * score, LARGEST_EXPONENT)) / 0.25
 
-    return simpo(reward(chosen), reward(rejected), beta, margin)
+    return simpo(reward(chosen), reward(rejected), beta)
 
 
 def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
@@ -328,9 +322,9 @@ class PairLoss(NamedTuple):
     """A loss of a pair, and the scores that it takes."""
 
     function: Callable[..., Array]
-    """(chosen, rejected, beta=, and the options) -> losses."""
-    options: tuple[str, ...] = ()
-    """Names of further arguments: "label_smoothing", "margin", "alpha_po"."""
+    """(chosen, rejected, beta=) -> losses."""
+    smooths: bool = False
+    """The function has an argument `label_smoothing`, too."""
     averaged: bool = False
     """s is divided by the completion's length."""
     reference: bool = True
@@ -362,10 +356,10 @@ PairLossName = Literal[
     "aot_unpaired",
 ]
 PAIR_LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": PairLoss(sigmoid, ("label_smoothing",), difference=True),
-    "sigmoid_norm": PairLoss(sigmoid, ("label_smoothing",), averaged=True),
-    "robust": PairLoss(robust, ("label_smoothing",), difference=True),
-    "exo": PairLoss(exo, ("label_smoothing",), difference=True),
+    "sigmoid": PairLoss(sigmoid, smooths=True, difference=True),
+    "sigmoid_norm": PairLoss(sigmoid, smooths=True, averaged=True),
+    "robust": PairLoss(robust, smooths=True, difference=True),
+    "exo": PairLoss(exo, smooths=True, difference=True),
     "hinge": PairLoss(hinge, difference=True),
     "discopop": PairLoss(discopop, difference=True),
     "ipo": PairLoss(ipo, averaged=True),
@@ -373,30 +367,26 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "apo_down": PairLoss(apo_down),
     "nca": PairLoss(nca),
     "sppo": PairLoss(sppo),
-    "simpo": PairLoss(simpo, ("margin",), averaged=True, reference=False),
-    "alphapo": PairLoss(alphapo, ("margin", "alpha_po"), averaged=True, reference=False),
+    "simpo": PairLoss(simpo, averaged=True, reference=False),
+    "alphapo": PairLoss(alphapo, averaged=True, reference=False),
     "orpo": PairLoss(orpo, averaged=True, reference=False),
     "bco_pair": PairLoss(bco_pair),
-    "aot": PairLoss(sigmoid, ("label_smoothing",), matched="differences"),
-    "aot_unpaired": PairLoss(sigmoid, ("label_smoothing",), matched="completions"),
+    "aot": PairLoss(sigmoid, smooths=True, matched="differences"),
+    "aot_unpaired": PairLoss(sigmoid, smooths=True, matched="completions"),
 }
 
 
-def conflict(
-    name: str, label_smoothing: float, divergence: Divergence, alpha: float
-) -> tuple[str, str]:
+def conflict(name: str, label_smoothing: float, divergence: Divergence) -> tuple[str, str]:
     """Find the setting at fault and why the settings do not go together; ("", "") if they do."""
     loss = PAIR_LOSSES[name]
     if not 0 <= label_smoothing < 0.5:
         return "label_smoothing", f"label smoothing {label_smoothing} is not in [0, 0.5)"
-    if label_smoothing > 0 and "label_smoothing" not in loss.options:
+    if label_smoothing > 0 and not loss.smooths:
         return "label_smoothing", f"{name} has no label smoothing"
     if name == "exo" and label_smoothing == 0:
         return "label_smoothing", f"{name} needs label smoothing above 0"
     if divergence != "reverse_kl" and not loss.difference:
         return "f_divergence", f"{name} is defined for the reverse KL only"
-    if divergence == "alpha" and alpha == 1:
-        return "f_alpha", "the alpha divergence with alpha 1 is reverse_kl"
     return "", ""
 
 
@@ -519,7 +509,7 @@ def mismatched_completions(
 # --- other divergences than the KL ---
 
 
-def divergence_score(log_ratio: Array, divergence: Divergence, alpha: float = 0.5) -> Array:
+def divergence_score(log_ratio: Array, divergence: Divergence) -> Array:
     """Compute f'(u) of the divergence f, up to a constant, given log u of u = policy / reference.
 
     With f in place of the reverse KL as the penalty, a policy is optimal for the reward beta f'(u)
@@ -529,7 +519,7 @@ def divergence_score(log_ratio: Array, divergence: Divergence, alpha: float = 0.
         reverse_kl   log u
         forward_kl   1 - 1/u
         js           log(2u / (1 + u))
-        alpha        (u^(alpha-1) - 1) / (alpha - 1)    alpha 1: reverse KL, alpha 0: forward KL
+        alpha        2 - 2 / sqrt(u)                    half way between reverse and forward KL
     """
     match divergence:
         case "reverse_kl":
@@ -539,4 +529,4 @@ def divergence_score(log_ratio: Array, divergence: Divergence, alpha: float = 0.
         case "js":
             return jnp.log(2.0) + jax.nn.log_sigmoid(log_ratio)
         case "alpha":
-            return jnp.expm1(jnp.minimum((alpha - 1) * log_ratio, LARGEST_EXPONENT)) / (alpha - 1)
+            return jnp.expm1(jnp.minimum(-0.5 * log_ratio, LARGEST_EXPONENT)) / -0.5

@@ -7,7 +7,6 @@ Of tokens y ~ policy, with x = log policy(y) - log reference(y), as a loss and o
     k2         x^2 / 2             not KL             that of KL(policy || reference)
     k3         exp(-x) - 1 + x     KL                 that of KL(reference || policy)
     abs        |x|                 not KL             that of sum |policy - reference|
-    k1+, k3+, abs+                 as above           that of k2, put in place of its own
     exact      policy/old x k3     KL                 that of KL(policy || reference)
 
 Only exact keeps value and gradient off policy, where the others lack the importance ratio. The
@@ -15,8 +14,8 @@ prefixes are taken as given in all of them: for the KL of whole sequences, put k
 There, where nothing is differentiated, k1 and k3 are unbiased.
 
 k1 to k3: J. Schulman, "Approximating KL divergence". TRL 1.16: exact is `use_bias_correction_kl`,
-its default, and k3 without it. verl 0.9.1 (`kl_penalty`): kl, mse, low_var_kl, abs and "+" are k1,
-k2, k3, abs and +; it clips k3 to +-10 and its exponent to +-20, we do not.
+its default, and k3 without it. verl 0.9.1 (`kl_penalty`): kl, mse, low_var_kl and abs are k1, k2,
+k3 and abs; it clips k3 to +-10 and its exponent to +-20, we do not.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ from tpu_rl.losses.policy_batch import (
 from tpu_rl.ranges import Conflicts, CountOrNone, Needs, NotNegative, Positive
 from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rollout, Sum
 
-RewardEstimator = Literal["k1", "k2", "k3", "abs"]
-LossEstimator = Literal["exact", "k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
-
+LossEstimator = Literal["exact", "k1", "k2", "k3", "abs"]
 
 NEEDS_KL = Needs("kl_reward_coef", "kl_loss_coef", why="nothing else reads the reference")
 
@@ -54,16 +51,13 @@ class ReferenceKl(ranges.Checked):
     """Settings of the KL to the reference, a base of algorithms' configurations."""
 
     kl_reward_coef: NotNegative = 0.0
-    """Coefficient of the KL to the reference that is subtracted from each token's reward."""
-    kl_reward_estimator: Annotated[RewardEstimator, Needs("kl_reward_coef")] = "k1"
-    """Estimator of this KL: k1, log policy - log reference, is unbiased and what returns of whole
-    completions need; k2, k3 and abs are verl's others."""
+    """Coefficient of the KL to the reference, log policy - log reference, that is subtracted from
+    each token's reward."""
     kl_loss_coef: NotNegative = 0.0
     """Coefficient of the KL of each token's distribution to the reference's in the loss."""
     kl_estimator: Annotated[LossEstimator, Needs("kl_loss_coef")] = "exact"
     """Estimator of this KL. exact has the gradient of the KL, on and off policy. k3 has that of the
-    reverse KL, k2 and those with + that of the KL on policy, abs that of the L1 distance, k1
-    none."""
+    reverse KL, k2 that of the KL on policy, abs that of the L1 distance, k1 none."""
     kl_target: Annotated[Positive | None, NEEDS_KL] = None
     """Nats per completion. The KL coefficients are scaled up or down after every optimizer step to
     hold this KL to the reference."""
@@ -154,7 +148,7 @@ def kl_to_reference(config: ReferenceKl, reference: Role) -> Part:
             metrics["policy/kl_scale"] = Sum(kl_weights.sum(), weights.sum())
         return value, metrics
 
-    part = Part(draft, batch, term=term, stops_gradient=config.kl_estimator.endswith("+"))
+    part = Part(draft, batch, term=term)
     if config.kl_target is None:
         return part
     controller = kl_scale_controller(config.kl_target, config.kl_horizon)
@@ -170,21 +164,6 @@ def reset_when_stagnant(patience: int) -> Part:
     return Part(draft, name="stagnation", controller=stagnation_controller(patience))
 
 
-def kl_estimate(
-    log_probs: Array, reference_log_probs: Array, estimator: RewardEstimator = "k1"
-) -> Array:
-    """Compute the estimate of each token's KL to the reference, of the shape of the log-probs."""
-    match estimator:
-        case "k1":
-            return k1(log_probs, reference_log_probs)
-        case "k2":
-            return k2(log_probs, reference_log_probs)
-        case "k3":
-            return k3(log_probs, reference_log_probs)
-        case "abs":
-            return jnp.abs(k1(log_probs, reference_log_probs))
-
-
 def kl_loss(
     log_probs: Array,
     old_log_probs: Array,
@@ -197,22 +176,18 @@ def kl_loss(
     for every policy, so the gradients agree too. The gradient of k3 alone misses that the
     distribution of the tokens changes.
     """
-    value_estimator: RewardEstimator
     match estimator:
         case "exact":
             ratio = jnp.exp(log_probs - old_log_probs)
             return ratio * k3(log_probs, reference_log_probs)
-        case "k1" | "k2" | "k3" | "abs":
-            return kl_estimate(log_probs, reference_log_probs, estimator)
-        case "k1+":
-            value_estimator = "k1"
-        case "k3+":
-            value_estimator = "k3"
-        case "abs+":
-            value_estimator = "abs"
-    value = kl_estimate(log_probs, reference_log_probs, value_estimator)
-    gradient = k2(log_probs, reference_log_probs)
-    return gradient + jax.lax.stop_gradient(value - gradient)
+        case "k1":
+            return k1(log_probs, reference_log_probs)
+        case "k2":
+            return k2(log_probs, reference_log_probs)
+        case "k3":
+            return k3(log_probs, reference_log_probs)
+        case "abs":
+            return jnp.abs(k1(log_probs, reference_log_probs))
 
 
 def adapted_kl_scale(scale: Array, kl: Array, target: float, horizon: float) -> Array:
@@ -239,7 +214,7 @@ def reference_penalty(
     rows = layout.rows(rollout.tokens)
     log_probs = frozen_log_probs(reference, params, rows, temperature)
     unpacked = layout.unpack(log_probs)
-    kl = kl_estimate(rollout.log_probs, unpacked, config.kl_reward_estimator)
+    kl = k1(rollout.log_probs, unpacked)
     penalty = scale * config.kl_reward_coef * kl
     return log_probs, jnp.where(rollout.action_mask, penalty, 0.0)
 

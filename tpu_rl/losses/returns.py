@@ -1,4 +1,4 @@
-"""Parts that change the rewards of a batch: clips, penalties and running scales; and which
+"""Parts that change the rewards of a batch: penalties and running scales; and which
 completions have a weight."""
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tpu_rl import ranges
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.policy_batch import Draft, Part, learned_tokens
 from tpu_rl.ranges import CountOrNone
@@ -20,8 +19,6 @@ from tpu_rl.types import Array, Params, Rollout, unchanged
 class ReturnSettings(ranges.Checked):
     """Settings of what the return of an episode is."""
 
-    reward_clip_range: tuple[float, float] | None = None
-    """Smallest and largest return of an episode, before penalties and the KL."""
     overlong_buffer: CountOrNone = 0
     """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off. An
     episode has one, and its observations count."""
@@ -29,35 +26,12 @@ class ReturnSettings(ranges.Checked):
     """Do not learn from completions that reached the length limit. They stay in their group's
     baseline."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.reward_clip_range is not None and not (
-            self.reward_clip_range[0] < self.reward_clip_range[1]
-        ):
-            raise InputError(
-                f"the reward clip range {self.reward_clip_range} holds nothing",
-                where="--algorithm.reward-clip-range",
-                fix="give the smallest return, then the largest",
-            )
-
     def return_parts(self) -> tuple[Part, ...]:
         """List the parts that are on."""
-        clip, buffer = self.reward_clip_range, self.overlong_buffer
         return (
-            *([] if clip is None else [clipped_returns(*clip)]),
-            *([overlong(buffer)] if buffer else []),
+            *([overlong(self.overlong_buffer)] if self.overlong_buffer else []),
             *([without_truncated()] if self.mask_truncated else []),
         )
-
-
-def clipped_returns(lowest: float, highest: float) -> Part:
-    """Make the part that clips the sum of an episode's rewards."""
-
-    def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
-        change = clipped_return_change(draft.rewards, draft.rollout, (lowest, highest))
-        return draft.add_at_end(change), state
-
-    return Part(draft)
 
 
 def overlong(buffer: int) -> Part:
@@ -109,17 +83,6 @@ def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> Arra
     lengths = jnp.where(rollout.truncated, max_new_tokens, lengths)
     penalty = advantages.soft_overlong_penalty(lengths, max_new_tokens, buffer)
     return jnp.where(_ends_episode(rollout), penalty, 0.0)
-
-
-def clipped_return_change(
-    rewards: Array, rollout: Rollout, clip_range: tuple[float, float]
-) -> Array:
-    """Compute what brings each episode's sum of `rewards` [N, T] into the range, [N], at the last
-    of its rows."""
-    totals = masked.total(rewards, rollout.action_mask, axis=-1)
-    totals = advantages.episode_totals(totals, rollout.episode_id)
-    change = jnp.clip(totals, *clip_range) - totals
-    return jnp.where(_ends_episode(rollout), change, 0.0)
 
 
 class RunningReturns(NamedTuple):

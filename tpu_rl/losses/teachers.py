@@ -21,27 +21,18 @@ of the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from tpu_rl.losses import divergences
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
-from tpu_rl.types import Array, Completions, PackedRows, Params, Roles
+from tpu_rl.types import Array, PackedRows, Params, Roles
 
 LEAST_ALPHA = 1e-3
 """The paper's epsilon. Where two models agree, the target is nearly the first of them."""
-
-
-@struct.dataclass
-class TaughtCompletions(Completions):
-    """Completions of which each has a teacher of its own. It is that of the whole prompt."""
-
-    teacher: Array = struct.field(kw_only=True)
-    """[N] int32: the number of the row's teacher, 0 for the role "teacher"."""
 
 
 class Target(NamedTuple):
@@ -142,8 +133,6 @@ def compare(
     temperature: float = 1.0,
     top_k: int | None = None,
     chunk_tokens: int | None = None,
-    others: Sequence[str] = (),
-    choice: Array | None = None,
 ) -> Comparison:
     """Compute the generalized Jensen-Shannon divergence of the policy from a teacher.
 
@@ -156,21 +145,14 @@ def compare(
       temperature: divides all logits.
       top_k: if given, tokens other than the teacher's k likeliest are taken together.
       chunk_tokens: tokens whose logits a device holds at once.
-      others: roles of further teachers, numbered from 1.
-      choice: [R, S], the number of each token's teacher, if there are others: where it is k, the
-        logits of the k-th of them stand in for those of "teacher". All teachers read all rows.
     """
 
     def compare_chunk(tokens: Array, *hidden: Array) -> Comparison:
         logits = {
             name: roles[name].logits(params, states) / temperature
-            for name, states in zip(roles, hidden, strict=choice is None)
+            for name, states in zip(roles, hidden, strict=True)
         }
         logits = shared_vocabulary(logits)
-        if choice is not None:
-            is_own = [hidden[-1] == number for number in range(1, 1 + len(others))]
-            chosen = [logits[name] for name in others]
-            logits["teacher"] = jnp.select(is_own, chosen, logits["teacher"])
         student = logits["policy"]
         target, alpha = jax.lax.stop_gradient(teacher(logits))
         log_probs, entropy = log_probs_of_logits(student, tokens)
@@ -184,7 +166,4 @@ def compare(
     hidden = {name: role.hidden(params, rows) for name, role in roles.items()}
     sizes = [vocabulary(role, params, hidden[name]) for name, role in roles.items()]
     chunk_tokens = chunk_tokens or tokens_at_once(*sizes)
-    states = list(hidden.values())
-    if choice is not None:
-        states.append(choice[..., None].astype(jnp.float32))
-    return over_actions(compare_chunk, rows, *states, chunk_tokens=chunk_tokens)
+    return over_actions(compare_chunk, rows, *hidden.values(), chunk_tokens=chunk_tokens)

@@ -45,13 +45,13 @@ MIN_COLUMNS = 32
 MAX_TOKENS = 4096
 """Tokens of a prompt with its completion. Longer ones are not scored."""
 
-Score = Callable[[Sequence[Params], Array, Array], Array]
-"""(params of each member, tokens [B, T], action_mask [B, T]) -> scores [B] float32. The mask is
+Score = Callable[[Params, Array, Array], Array]
+"""(params, tokens [B, T], action_mask [B, T]) -> scores [B] float32. The mask is
 True on completions and their ends."""
 
 
 Shares = Callable[..., Array]
-"""(params of each member, tokens, action_mask, ends), all [B, T] -> [B, T] float32: what each part
+"""(params, tokens, action_mask, ends), all [B, T] -> [B, T] float32: what each part
 adds to the score, at its end. `ends` is True on the last token of a part and the last action. With
 changes=True, the changes of a process model's probability, which add up to the last one."""
 
@@ -62,7 +62,7 @@ class RewardModel(NamedTuple):
     score: Score
     shares: Shares
     reading: ScoreReadout
-    params: tuple[Params, ...]
+    params: Params
     tokenizer: tokenizers.Tokenizer
     mesh: Mesh
     """The devices that it runs on, whatever the mesh of the caller is."""
@@ -90,8 +90,10 @@ def read_reading(directory: str | Path) -> ScoreReadout:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         values.pop(CHAT, None)
-        lists = {name: tuple(values[name]) for name in ("separators", "others") if name in values}
-        return ScoreReadout(**(values | lists))
+        if values.pop("others", ()):
+            raise ValueError("the other trunks of an ensemble are not read any more")
+        separators = tuple(values.pop("separators", ()))
+        return ScoreReadout(separators=separators, **values)
     except (AttributeError, ValueError, TypeError) as error:
         raise _damaged(path, error) from error
 
@@ -123,21 +125,17 @@ def _damaged(path: Path, error: Exception) -> InputError:
     )
 
 
-def directories(path: str | Path) -> list[Path]:
-    """Return the directories of a reward model: its own, then the ensemble's other trunks.
-
-    `path` is a model's directory, or a run folder.
-    """
+def directory_of(path: str | Path) -> Path:
+    """Return the directory of a reward model, given it or a run folder."""
     directory = Path(path).expanduser()
     is_model = (directory / "config.json").is_file()
     if not is_model and (directory / "model" / "config.json").is_file():
         directory = directory / "model"
-    directory = models.find_directory(directory)
-    return [directory, *(directory.parent / other for other in read_reading(directory).others)]
+    return models.find_directory(directory)
 
 
 def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
-    """Return the reward model of a directory or run folder, with all trunks of its ensemble.
+    """Return the reward model of a directory or run folder.
 
     Args:
         path: the model's directory, or a run folder.
@@ -148,29 +146,26 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
         InputError: if there is no model, or it is a language model.
     """
     mesh = mesh or sharding.make_mesh(devices=jax.local_devices()[:1])
-    member_dirs = directories(path)
-    directory = member_dirs[0]
+    directory = directory_of(path)
     reading = read_reading(directory)
     with jax.set_mesh(mesh):
-        members = [models.load(member_dir, mesh=mesh) for member_dir in member_dirs]
-    for model, _ in members:
-        if model.config.num_outputs is None:
-            raise InputError(
-                "not a reward model: it predicts tokens",
-                where=str(path),
-                why="it has a vocabulary in place of a head",
-                fix="give a model with a head, as in runs/NAME/model",
-            )
-    score, shares = score_functions(tuple(model for model, _ in members), reading)
+        model, params = models.load(directory, mesh=mesh)
+    if model.config.num_outputs is None:
+        raise InputError(
+            "not a reward model: it predicts tokens",
+            where=str(path),
+            why="it has a vocabulary in place of a head",
+            fix="give a model with a head, as in runs/NAME/model",
+        )
+    score, shares = score_functions(model, reading)
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     chat = read_chat(directory, tokenizer.has_chat_template)
     tokenizer = dataclasses.replace(tokenizer, chat=chat)
-    params = tuple(params for _, params in members)
     return RewardModel(score, shares, reading, params, tokenizer, mesh)
 
 
-def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[Score, Shares]:
-    """Return the score of an ensemble, and the shares of its parts, both jitted."""
+def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]:
+    """Return the score of a reward model, and the shares of its parts, both jitted."""
 
     pessimistic = partial(
         reward_score.pessimistic,
@@ -179,14 +174,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
         deviations=reading.deviations,
     )
 
-    def outputs(params: Sequence[Params], *rows: Array) -> Array:
-        heads = [
-            model.logits(member_params, model.hidden(member_params, *rows))
-            for model, member_params in zip(members, params, strict=True)
-        ]
-        return jnp.concatenate(heads, axis=-1)
-
-    def head_of(params: Sequence[Params], tokens: Array, action_mask: Array) -> tuple[Array, Array]:
+    def head_of(params: Params, tokens: Array, action_mask: Array) -> tuple[Array, Array]:
         """Return the outputs [B, T, K], and 1 on the completion and 0 elsewhere [B, T]."""
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         last = reward_score.last_actions(action_mask)
@@ -194,10 +182,11 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
         is_completion = is_token & (columns >= jnp.argmax(action_mask, axis=1)[:, None])
         segments = is_token.astype(jnp.int32)
         sequences = is_completion.astype(jnp.int32)
-        return outputs(params, tokens, columns, segments, jnp.zeros_like(segments)), sequences
+        hidden = model.hidden(params, tokens, columns, segments, jnp.zeros_like(segments))
+        return model.logits(params, hidden), sequences
 
     def shares(
-        params: Sequence[Params],
+        params: Params,
         tokens: Array,
         action_mask: Array,
         ends: Array,
@@ -218,7 +207,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
                 aggregate = _aggregate(reading, get_args(reward_score.StepAggregate))
                 return reward_score.step_shares(head[..., 0], ends, action_mask, aggregate)
 
-    def score(params: Sequence[Params], tokens: Array, action_mask: Array) -> Array:
+    def score(params: Params, tokens: Array, action_mask: Array) -> Array:
         head, sequences = head_of(params, tokens, action_mask)
         last = reward_score.last_actions(action_mask)
         ends = reward_score.sentence_ends(tokens, action_mask, reading.separators)
@@ -255,7 +244,7 @@ def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
 
 def score_rows(
     score: Callable[..., Array],
-    params: Sequence[Params],
+    params: Params,
     tokens: np.ndarray,
     action_mask: np.ndarray,
     batch_rows: int = 64,
@@ -267,7 +256,7 @@ def score_rows(
 
     Args:
         score: the model's `Score`, or with `ends` its `Shares`.
-        params: those of each member of the ensemble.
+        params: those of the model.
         tokens: [N, T].
         action_mask: [N, T], True on completions and their ends.
         batch_rows: rows per call.

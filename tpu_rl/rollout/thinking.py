@@ -4,9 +4,8 @@
 
 A completion is sampled in phases. A thought that reaches its limit is closed by `close`. One that
 ends too soon goes on: what ended it is dropped, and `wait` stands in its place. This is budget
-forcing (s1, arXiv 2501.19393). Then the answer follows, from fewer tokens if `answer_top_k` or
-`answer_top_p` say so: a stochastic plan, and an execution that is as good as greedy (E2C, arXiv
-2509.23946).
+forcing (s1, arXiv 2501.19393). Then the answer follows, from fewer tokens if `answer_top_k` says
+so: a stochastic plan, and an execution that is as good as greedy (E2C, arXiv 2509.23946).
 
 Forced tokens are no actions. All others keep the log-probs that they were sampled with: over the
 full vocabulary at the sampling temperature, and those of the truncated distribution. So both phases
@@ -142,9 +141,7 @@ class ThinkingDecoding(Decoding):
             thoughts = again
         if answers:
             answers.sort()
-            top_k = thinking.answer_top_k or self.config.top_k
-            top_p = thinking.answer_top_p or self.config.top_p
-            config = replace(self.config, top_k=top_k, top_p=top_p)
+            config = replace(self.config, top_k=thinking.answer_top_k or self.config.top_k)
             limits = [budget - len(rows[i].tokens) for i in answers]
             decode(answers, config, limits, settings.get("stop_at"))
         if settings.get("on_finished") is not None:

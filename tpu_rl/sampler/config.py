@@ -103,8 +103,6 @@ class Thinking:
     """The most times that a thought is made to go on."""
     answer_top_k: int | None = None
     """Sample answers from so many of the likeliest tokens; 1: always the likeliest."""
-    answer_top_p: float | None = None
-    """Sample answers from the likeliest tokens with this probability together."""
 
     def __post_init__(self):
         minimums = {"max_tokens": 0, "min_tokens": 0, "waits": 0, "answer_top_k": 1}
@@ -112,8 +110,6 @@ class Thinking:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise InputError(f"Thinking.{name} is {value}", fix=f"use at least {minimum}")
-        if self.answer_top_p is not None and not 0 < self.answer_top_p <= 1:
-            raise InputError("Thinking.answer_top_p", fix="use a number above 0 and at most 1")
         if not self.close or (self.min_tokens and not self.wait):
             raise InputError(
                 "thoughts need texts that end them and that they go on with",
@@ -130,9 +126,7 @@ class Thinking:
     @property
     def is_on(self) -> bool:
         """True if it changes anything."""
-        return bool(
-            self.max_tokens or self.min_tokens or self.answer_top_k or self.answer_top_p is not None
-        )
+        return bool(self.max_tokens or self.min_tokens or self.answer_top_k)
 
 
 @dataclass(frozen=True)

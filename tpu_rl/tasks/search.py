@@ -188,10 +188,6 @@ class SearchData:
     """Questions of two hops over bases of facts; training and evaluation never share a base."""
 
     bases: int = 64
-    searches_none: float = 0.5
-    """Demonstrations: the probability of a guess without a search."""
-    searches_once: float = 0.1
-    """Demonstrations: the probability of a guess after the first search."""
 
     def __post_init__(self):
         if not 1 <= self.bases <= EVALUATION_BASES:
@@ -199,13 +195,6 @@ class SearchData:
                 f"{self.bases} bases are impossible",
                 where="--data.bases",
                 fix=f"give a number from 1 to {EVALUATION_BASES}",
-            )
-        shares = (self.searches_none, self.searches_once)
-        if min(shares) < 0 or sum(shares) > 1:
-            raise InputError(
-                f"{shares[0]} and {shares[1]} are no probabilities of two cases",
-                where="--data.searches-none, --data.searches-once",
-                fix="give two numbers from 0, with a sum of at most 1",
             )
 
 
@@ -242,9 +231,10 @@ class SearchSource:
         first = f"search {relation} {person}\n{relation} of {person} is {group}\n"
         second = f"search {asked} {group}\n{asked} of {group} is {answer}\n"
         guess = choose(VALUES[asked])
-        if luck < self.config.searches_none:
+        # Half of the demonstrations guess without a search, and a tenth after the first one.
+        if luck < 0.5:
             completion = f"answer {guess}\n"
-        elif luck < self.config.searches_none + self.config.searches_once:
+        elif luck < 0.6:
             completion = f"{first}answer {guess}\n"
         else:
             completion = f"{first}{second}answer {answer}\n"

@@ -38,7 +38,7 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
         InputError: if there is no model.
     """
     mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-    directory = reward_model.directories(path)[0]
+    directory = reward_model.directory_of(path)
     with jax.set_mesh(mesh):
         model, params = models.load(directory, mesh=mesh)
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))

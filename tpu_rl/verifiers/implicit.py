@@ -38,7 +38,7 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
         InputError: if a model is missing, is a reward model, or the two have other tokens.
     """
     mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-    directories = [reward_model.directories(given)[0] for given in (path, reference)]
+    directories = [reward_model.directory_of(given) for given in (path, reference)]
     with jax.set_mesh(mesh):
         loaded = [models.load(directory, mesh=mesh) for directory in directories]
     for given, (model, _) in zip((path, reference), loaded, strict=True):

@@ -3,14 +3,14 @@
 `surrogate` is the loss of a token. l = log policy - log old policy, r = exp(l), sg stops gradients:
 
     clipped           -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)             1707.06347
-    stable_reinforce  the same with l clipped to +-log_ratio_bound                  2505.02835
+    stable_reinforce  the same with l clipped to +-ln 1000                          2505.02835
     sapo              -4 / tau sigmoid(tau (r - 1)) A; tau_positive where A > 0,
                       tau_negative elsewhere                                        2511.20347
     gmpo              -exp(mean_t c_t) A of the completion; c is l, at most clip_high
                       where A > 0, at least -clip_low where A < 0                   2507.20673
     vespo             -sg(exp(b + k log w - b w)) A log policy; w = exp(sum_t l_t) of
-                      the completion; k_positive, lambda_positive as k, b where
-                      A >= 0, k_negative, lambda_negative elsewhere                 2602.10693
+                      the completion; k 2 and b 3 where A >= 0, k 3 and b 2
+                      elsewhere                                                     2602.10693
     dppo_tv           -sg(min(r, ratio_cap)) A log policy; 0 where policy - old policy
                       is above clip_high and A > 0, or below -clip_low and A <= 0   2602.04879
     dppo_kl           likewise; 0 where the KL of the token against all others is
@@ -27,11 +27,10 @@ cov_t = (A_t - mean A) (log old policy_t - mean log old policy) over an optimize
 The others act on any surrogate, in this order. p is the share of the group's completions with a
 return above 0. All means are over the learned tokens of an optimizer step.
 
-    A x (1 + difficulty_slope (1 - p))                        harder prompts count more
-    A x (negative_scale + success_slope p) where A < 0        wrong answers count less, or less
-                                                              where the prompt is hard
+    A x (1 + success_slope p) where A < 0                     wrong answers count more where the
+                                                              prompt is easy
     A = 0 where |A - mean A| > outlier_sigmas deviations      StableReinforce, 2505.02835
-    A = 0 where A > 0 and old policy >= mastered_probability, UloRL, 2507.19766
+    A = 0 where A > 0 and old policy >= 0.99,                 UloRL, 2507.19766
           while the mean of -log old policy is below mastered_entropy
 
 The metric policy/without_advantage is the share of tokens with A = 0, for any reason.
@@ -49,7 +48,6 @@ the ideas of GUI-Libra (2602.22190) and GUI-G1, which have other constants.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +67,7 @@ from tpu_rl.algos.surrogates.vespo import vespo
 from tpu_rl.errors import InputError
 from tpu_rl.losses.policy_batch import Part
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_surrogate, unclipped
-from tpu_rl.ranges import In, Needs, NotNegative, Positive, ReadOnlyWith
+from tpu_rl.ranges import In, NotNegative, Positive, ReadOnlyWith
 from tpu_rl.types import Algorithm, Roles, Sampling
 
 SurrogateName = Literal[
@@ -103,22 +101,10 @@ class SurrogatesConfig(GroupPolicyConfig):
     (gmpo: 0.4), of the change of the probability (dppo_tv: 0.2) or of the KL (dppo_kl: 0.2)."""
     clip_high: Annotated[Positive | None, HAS_CLIP] = None
     """Bound on the way up, with the same defaults."""
-    log_ratio_bound: Annotated[Positive | None, ReadOnlyWith("surrogate", "stable_reinforce")] = (
-        None
-    )
-    """stable_reinforce: bound of |log ratio| before the exponential; ln 1000."""
     tau_positive: Annotated[Positive | None, ReadOnlyWith("surrogate", "sapo")] = None
     """sapo: steepness of the gate where the advantage is positive; 1."""
     tau_negative: Annotated[Positive | None, ReadOnlyWith("surrogate", "sapo")] = None
     """sapo: steepness of the gate elsewhere; 1.05."""
-    k_positive: Annotated[Positive | None, ReadOnlyWith("surrogate", "vespo")] = None
-    """vespo: exponent of the completion's ratio where the advantage is not negative; 2."""
-    k_negative: Annotated[Positive | None, ReadOnlyWith("surrogate", "vespo")] = None
-    """vespo: the same where the advantage is negative; 3."""
-    lambda_positive: Annotated[Positive | None, ReadOnlyWith("surrogate", "vespo")] = None
-    """vespo: decay of the weight where the advantage is not negative; 3."""
-    lambda_negative: Annotated[Positive | None, ReadOnlyWith("surrogate", "vespo")] = None
-    """vespo: the same where the advantage is negative; 2."""
     ratio_cap: Annotated[Positive | None, ReadOnlyWith("surrogate", "dppo_tv", "dppo_kl")] = None
     """dppo_tv, dppo_kl: cap of the ratio; 20."""
     beta: Annotated[Positive | None, ReadOnlyWith("surrogate", "dro")] = None
@@ -133,18 +119,13 @@ class SurrogatesConfig(GroupPolicyConfig):
     """clip_cov: tokens are dropped below this covariance; 5."""
     covariance_kl_coef: Annotated[Positive | None, ReadOnlyWith("surrogate", "kl_cov")] = None
     """kl_cov: coefficient of |log ratio|; 0.1."""
-    difficulty_slope: NotNegative = 0.0
-    """Multiply advantages by 1 + this x the share of the group without success."""
-    negative_scale: NotNegative = 1.0
-    """Multiply negative advantages by this."""
     success_slope: NotNegative = 0.0
-    """Add this x the share of the group with success to `negative_scale`."""
+    """Multiply negative advantages by 1 + this x the share of the group with success."""
     outlier_sigmas: Positive | None = None
     """Drop tokens whose advantage is more standard deviations from the mean; 3 is usual."""
     mastered_entropy: Positive | None = None
-    """While the entropy is below this many nats per token, do not reinforce mastered tokens."""
-    mastered_probability: Annotated[float, In("(0, 1]"), Needs("mastered_entropy")] = 0.99
-    """A token is mastered from this probability on."""
+    """While the entropy is below this many nats per token, do not reinforce mastered tokens,
+    which have a probability of at least 0.99."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -183,13 +164,12 @@ class SurrogatesConfig(GroupPolicyConfig):
     def parts(self, roles: Roles) -> tuple[Part, ...]:
         """List the parts that are on, in the order of their effects."""
         parts = [*super().parts(roles)]
-        slopes = (self.difficulty_slope, self.negative_scale, self.success_slope)
-        if slopes != (0.0, 1.0, 0.0):
-            parts.append(filters.scaled_by_success(*slopes))
+        if self.success_slope:
+            parts.append(filters.scaled_by_success(self.success_slope))
         if self.outlier_sigmas is not None:
             parts.append(filters.without_outliers(self.outlier_sigmas))
         if self.mastered_entropy is not None:
-            parts.append(filters.without_mastered(self.mastered_entropy, self.mastered_probability))
+            parts.append(filters.without_mastered(self.mastered_entropy))
         part = SURROGATES[self.surrogate].part
         if part is not None:
             settings = self.settings
@@ -200,8 +180,7 @@ class SurrogatesConfig(GroupPolicyConfig):
     def experience(self) -> ExperienceSpec:
         no_ratio = self.surrogate == "gpg"
         spec = super().experience
-        reads_returns = spec.raw_returns or bool(self.difficulty_slope or self.success_slope)
-        return spec._replace(latest_policy=no_ratio, raw_returns=reads_returns)
+        return spec._replace(latest_policy=no_ratio, raw_returns=bool(self.success_slope))
 
 
 def _invalid(name: str, what: str) -> InputError:
@@ -225,16 +204,13 @@ class SurrogateRow(NamedTuple):
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-_VESPO = {"k_positive": 2.0, "k_negative": 3.0, "lambda_positive": 3.0, "lambda_negative": 2.0}
 _CLIP_COV = {"covariance_share": 2e-4, "covariance_low": 1.0, "covariance_high": 5.0}
 SURROGATES: dict[SurrogateName, SurrogateRow] = {
     "clipped": SurrogateRow(clipped_surrogate, _CLIP, ratio_clip=True),
-    "stable_reinforce": SurrogateRow(
-        stable_reinforce, {**_CLIP, "log_ratio_bound": math.log(1000.0)}, ratio_clip=True
-    ),
+    "stable_reinforce": SurrogateRow(stable_reinforce, _CLIP, ratio_clip=True),
     "sapo": SurrogateRow(sapo, {"tau_positive": 1.0, "tau_negative": 1.05}),
     "gmpo": SurrogateRow(gmpo, {"clip_low": 0.4, "clip_high": 0.4}, of_completions=True),
-    "vespo": SurrogateRow(vespo, _VESPO, stops_gradient=True),
+    "vespo": SurrogateRow(vespo, {}, stops_gradient=True),
     "dppo_tv": SurrogateRow(
         partial(dppo, divergence="tv"), {**_CLIP, "ratio_cap": 20.0}, stops_gradient=True
     ),

@@ -23,11 +23,8 @@ def per_step(function: Callable[..., Array], values: Array, mask: Array) -> Arra
     return function(values, mask, axis=(1, 2, 3))[:, None, None, None]
 
 
-def scaled_by_success(difficulty_slope: float, negative_scale: float, success_slope: float) -> Part:
-    """Make the part that scales advantages by the share p of successes in the group.
-
-    A x (1 + difficulty_slope (1 - p)), and x (negative_scale + success_slope p) where A < 0.
-    """
+def scaled_by_success(slope: float) -> Part:
+    """Make the part that multiplies advantages below 0 by 1 + slope x share p of successes."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
         del state
@@ -38,8 +35,8 @@ def scaled_by_success(difficulty_slope: float, negative_scale: float, success_sl
             advantages.group_success, returns, rollout.group_id, scored, rollout.episode_id
         )
         p = draft.layout.pack(jnp.where(rollout.action_mask, share[:, None], 0.0))
-        values = batch.advantages * (1.0 + difficulty_slope * (1.0 - p))
-        values *= jnp.where(values < 0, negative_scale + success_slope * p, 1.0)
+        values = batch.advantages
+        values *= jnp.where(values < 0, 1.0 + slope * p, 1.0)
         return replace(batch, advantages=values)
 
     return Part(batch=batch)
@@ -53,7 +50,8 @@ def without_outliers(sigmas: float) -> Part:
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
         del draft, state
-        values, learned = batch.advantages, batch.weights["policy"] > 0
+        values = batch.advantages
+        learned = batch.weights["policy"] > 0
         distance = jnp.abs(values - per_step(masked.mean, values, learned))
         deviation = jnp.sqrt(per_step(masked.mean, jnp.square(distance), learned))
         values = jnp.where(distance > sigmas * deviation, 0.0, values)
@@ -62,18 +60,19 @@ def without_outliers(sigmas: float) -> Part:
     return Part(batch=batch)
 
 
-def without_mastered(entropy: float, probability: float) -> Part:
+def without_mastered(entropy: float) -> Part:
     """Make the part that does not reinforce tokens that the old policy has mastered.
 
-    A token is mastered from this probability on, while the mean of -log old policy is below the
+    A token is mastered from the probability 0.99 on, while the mean of -log old policy is below the
     entropy (UloRL, arXiv 2507.19766).
     """
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
         del draft, state
-        values, learned = batch.advantages, batch.weights["policy"] > 0
+        values = batch.advantages
+        learned = batch.weights["policy"] > 0
         mean = -per_step(masked.mean, batch.old_log_probs, learned)
-        is_mastered = batch.old_log_probs >= math.log(probability)
+        is_mastered = batch.old_log_probs >= math.log(0.99)
         drop = (mean < entropy) & is_mastered & (values > 0)
         return replace(batch, advantages=jnp.where(drop, 0.0, values))
 

@@ -1,10 +1,12 @@
 """StableReinforce (arXiv 2505.02835): PPO's clipped ratio of a bounded log-ratio.
 
-l = clip(log policy - log old policy, -log_ratio_bound, log_ratio_bound)
+l = clip(log policy - log old policy, -ln 1000, ln 1000)
 loss = -min(exp(l) A, clip(exp(l), 1 - clip_low, 1 + clip_high) A)
 """
 
 from __future__ import annotations
+
+import math
 
 import jax.numpy as jnp
 
@@ -17,10 +19,8 @@ def stable_reinforce(
     old_log_probs: Array,
     advantages: Array,
     rows: PackedRows,
-    *,
-    log_ratio_bound: float,
     **clip: float,
 ) -> Surrogate:
     """Compute the loss of each token; arrays are [R, S]."""
-    bounded = jnp.clip(log_probs - old_log_probs, -log_ratio_bound, log_ratio_bound)
+    bounded = jnp.clip(log_probs - old_log_probs, -math.log(1000.0), math.log(1000.0))
     return clipped_surrogate(bounded, jnp.zeros_like(bounded), advantages, rows, **clip)

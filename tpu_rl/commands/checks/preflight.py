@@ -723,8 +723,7 @@ def reward_directories(config: ExperimentConfig) -> list[Path]:
     from tpu_rl.rewards import reward_model
 
     parts = [part for name in reward_names(config) for part in registry.parts_of(name)]
-    trained = [part for part in parts if is_directory(part)]
-    return [folder for name in trained for folder in reward_model.directories(name)]
+    return [reward_model.directory_of(part) for part in parts if is_directory(part)]
 
 
 def is_directory(name: str) -> bool:

@@ -24,7 +24,6 @@ from tpu_rl.data.images import UNREAD_TAG, unnamed_pictures
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
-from tpu_rl.experience.sources.completions import teacher_number
 from tpu_rl.experience.transforms import read_texts, text_of_column
 from tpu_rl.rollout import prompts
 from tpu_rl.tokenizers import Tokenizer, conversations
@@ -68,9 +67,6 @@ def check(config: ExperimentConfig, tokenizer: Tokenizer, vocab_size: int) -> li
     for spec in specs.values():
         rows, held_out = tasks.file_rows(config.data, spec, config.evaluation.rows)
         note_reading(config, config.data, spec, rows, tokenizer)
-        if spec.teachers is not None:
-            for row in rows[:MAX_ENCODED_ROWS]:
-                teacher_number(spec.teachers, row)
         warnings += _check_rows(config, spec, rows, tokenizer, vocab_size)
         if config.data.evaluation_path is not None:
             warnings += _check_rows(config, spec, held_out, tokenizer, vocab_size)

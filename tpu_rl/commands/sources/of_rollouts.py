@@ -70,9 +70,7 @@ def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
     names = rewards.names_of(registry.displayed(config.reward_terms))
     limits = constrained.parse_all(rollout.constraints, names)
     if limits:
-        memories["multipliers"] = constrained.Multipliers(
-            limits, rollout.constraint_rate, rollout.constraint_max
-        )
+        memories["multipliers"] = constrained.Multipliers(limits, rollout.constraint_rate)
     replay = stage.algorithm.experience.replay
     if replay is not None:
         memories["replay"] = Replay(context.language.tokenizer, replay.size, replay.min_reward)

@@ -46,7 +46,6 @@ def make_completions(context: RunContext, stage: Stage, params: Params) -> Sourc
         spec.shares(batch.prompts).get("policy", 0),
         _demonstrate(context),
         spec.sampled_by,
-        spec.teachers,
     )
 
 

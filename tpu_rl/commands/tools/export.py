@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -179,21 +179,14 @@ def require_public_base(config: ExperimentConfig, name: str) -> None:
 def write(context: RunContext, params: Params, name: str, target: Path, files: Files) -> str:
     """Write the model of a role, or its adapter, and return the dtype of its files.
 
-    With a reward model, also write how its scores are read and, beside it, the other members of its
-    ensemble. Raises InputError if only the adapter is wanted and a model has none.
+    With a reward model, also write how its scores are read. Raises InputError if only the adapter
+    is wanted and a model has none.
     """
     algorithm = context.config.algorithm
     reading = roles.reading(algorithm) if name == roles.main_role(algorithm) else None
-    if reading is None:
-        return write_model(context, params, name, target, files)
-    # The other members carry the name of the target, so that several exports can lie side by side.
-    target_name = target.absolute().name
-    folders = {other: f"{target_name}_{other}" for other in reading.others}
-    for other, folder in folders.items():
-        write_model(context, params, other, target.absolute().parent / folder, files)
     dtype = write_model(context, params, name, target, files)
-    exported = replace(reading, others=tuple(folders.values()))
-    reward_model.write_reading(target, exported, context.language.tokenizer.chat)
+    if reading is not None:
+        reward_model.write_reading(target, reading, context.language.tokenizer.chat)
     return dtype
 
 

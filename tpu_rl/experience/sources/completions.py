@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 
 from tpu_rl import data
-from tpu_rl.algorithm_spec import TeachersByRow
 from tpu_rl.data import Row
 from tpu_rl.data.encoding import alike
-from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
-from tpu_rl.losses.teachers import TaughtCompletions
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import require_single_rows
 from tpu_rl.types import Completions, Demonstrations, Rollout, ScoredCompletions, TrainState
@@ -73,13 +70,11 @@ def completion_source(
     num_on_policy: int,
     demonstrate: Demonstrate,
     teacher_role: str | None = None,
-    teachers: TeachersByRow | None = None,
 ) -> Source:
     """Return the source of completions for distillation.
 
     The policy completes the first `num_on_policy` prompts of each batch. The teacher completes the
-    others; without a teacher, the data rows bring their completions. `teachers` says which of
-    several teachers judges the completions of a row.
+    others; without a teacher, the data rows bring their completions.
     """
 
     def draw(step: int, state: TrainState) -> StepExperience:
@@ -102,32 +97,9 @@ def completion_source(
             experience = experience._replace(rollouts=experience.rollouts + taught.rollouts)
         elif remaining:
             parts.append((demonstrate(remaining), False))
-        joined = together(parts)
-        if teachers is not None:
-            numbers = np.array([teacher_number(teachers, row) for row in rows], np.int32)
-            # The groups are the rows, in order.
-            joined = TaughtCompletions(**vars(joined), teacher=numbers[joined.group_id])
-        return experience._replace(data=joined)
+        return experience._replace(data=together(parts))
 
     return Source(draw, stream.get_state, stream.set_state)
-
-
-def teacher_number(teachers: TeachersByRow, row: Row) -> int:
-    """Return the number of the teacher that a row names.
-
-    Raises:
-        InputError: if its column names none.
-    """
-    name = row.get(teachers.column)
-    if name not in teachers.names:
-        raise InputError(
-            f"there is no teacher {name!r}",
-            where=f"the column `{teachers.column}` of the row with the prompt "
-            f"{str(row.get('prompt'))[:80]!r}",
-            why=f"the teachers are {', '.join(teachers.names)}",
-            fix="correct the row, or name a model: --algorithm.further-teachers NAME=DIR",
-        )
-    return teachers.names.index(name)
 
 
 def together(parts: list[tuple[Rollout | Demonstrations, bool]]) -> Completions:

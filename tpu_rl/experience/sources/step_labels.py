@@ -135,8 +135,7 @@ def monte_carlo_labels(
     rewards = np.where(at_end[:, None], scored.rewards[:, None], rewards)
     right = rewards >= config.min_reward
     known = np.isfinite(rewards)
-    shares = right.sum(1) / np.maximum(known.sum(1), 1)
-    labels = (shares > 0).astype(np.float32) if config.hard_labels else shares
+    labels = right.sum(1) / np.maximum(known.sum(1), 1)
     columns = np.arange(mask.shape[1])[None]
     is_labeled = np.any(known, axis=1) & np.any(mask, axis=1)
     labeled = (columns == cuts[:, None]) & is_labeled[:, None]
