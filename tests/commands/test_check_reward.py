@@ -29,8 +29,8 @@ def test_spoiled_completions_of_an_honest_and_a_hollow_verifier():
     labels = np.arange(8) % 4 > 0
     columns["answer"][::4] = ["9", "9"]
     honest = verifier_bench.arms(gsm8k_answers.gsm8k, prompts, completions, columns, labels)
-    # It reads thoughts, too: an answer that never came out of them is accepted.
-    assert honest.pop("right, in thoughts that do not end") == 1.0
+    # An answer that never came out of thoughts is none.
+    assert honest.pop("right, in thoughts that do not end") == 0.0
     assert list(honest.values()) == [0.0] * 5
 
     def hollow(completions, **_):
@@ -102,7 +102,7 @@ def test_the_command_prints_wrong_verdicts(tmp_path, capsys):
         "accepted, wrong, with praise: 50.0 %",
         # "It is three." behind row 1 has no number that gsm8k could read.
         "accepted, right, then the completion of another row: 50.0 %",
-        "accepted, right, in thoughts that do not end: 50.0 %",
+        "accepted, right, in thoughts that do not end: 0.0 %",
     ]
 
 

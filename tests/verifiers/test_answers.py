@@ -74,12 +74,12 @@ def test_numbers_are_read(text, number):
         ("#### 1\n#### 2", 2),
         ("#### 0", 0),
         ("\\boxed{72}", 72),
-        ("\\boxed{7} or \\boxed{\\$1,000}", 1000),
+        ("\\boxed{7} and then \\boxed{\\$1,000}", 1000),
         ("\\boxed{\\text{about } {72}} and 5", 72),
         ("\\boxed{72", 72),
         ("\\boxed{} 5", None),
         ("#### none", None),
-        ("72", None),
+        ("72", 72),
     ],
 )
 def test_the_final_number_is_marked(text, number):
@@ -88,7 +88,7 @@ def test_the_final_number_is_marked(text, number):
 
 def test_gsm8k():
     completions = ["#### 72", "\\boxed{72.0}", "72", "#### 71", "", "#### $72"]
-    assert gsm8k_answers.gsm8k(completions, completions, answer=["72"] * 6) == [1, 1, 0, 0, 0, 1]
+    assert gsm8k_answers.gsm8k(completions, completions, answer=["72"] * 6) == [1, 1, 1, 0, 0, 1]
     assert gsm8k_answers.gsm8k(
         [], ["#### 0", "#### 5"], answer=["1 apple, then none\n#### 0", 5]
     ) == [
@@ -99,7 +99,7 @@ def test_gsm8k():
         {"gsm8k": gsm8k_answers.gsm8k}, ["q", "q"], ["#### 1", "#### 2"], {"answer": ["?", "2"]}
     )
     np.testing.assert_array_equal(scores.totals, float32([np.nan, 1]))
-    assert "the ground truth '?' contains no number" in scores.faults[0].message
+    assert "the ground truth '?' contains no answer" in scores.faults[0].message
     with pytest.raises(InputError, match="needs a column 'answer'"):
         rewards.score({"gsm8k": gsm8k_answers.gsm8k}, ["q"], ["#### 1"], {})
 
@@ -155,7 +155,7 @@ def test_a_hanging_or_dying_verifier_costs_its_own_row_only(tmp_path, monkeypatc
     assert [fault.row for fault in scores.faults] == [1, 3, 6]
     assert "no answer within 2 s (math_equivalence.py:" in scores.faults[0].message
     assert "exit code 1" in scores.faults[1].message
-    assert "contains no answer" in scores.faults[2].message
+    assert "is no answer" in scores.faults[2].message
 
 
 def test_math_verify_compares_answers(fresh_verifiers):

@@ -7,6 +7,7 @@ worker_process  what runs in such a process
 observations    what an environment answers: texts and pictures
 tool_schemas    methods as descriptions of tools
 task            the type of a task, and the text of a completion
+answer_text     the part of a completion that states its answer
 answers         numbers in texts
 
 `tpu_rl.tasks` has those that come with the library.

@@ -8,26 +8,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+from tpu_rl.environments.answer_text import answer_text, without_thoughts
+
+FENCED = re.compile(r"^[ \t]*(```+|~~~+)([^\n`]*)\n((?:(?!^[ \t]*\1).*\n)*)^[ \t]*\1", re.MULTILINE)
+"""The fence, the language and the text of a fenced block."""
 _LONGEST_VALUE = 100_000
-
-
-def without_thoughts(text: str) -> str:
-    """Return the text after the last </think>; "" for thoughts that do not end."""
-    before, end, after = text.rpartition("</think>")
-    if end:
-        return after
-    return before if "<think>" in after else after
 
 
 def answer_of(text: str) -> str:
     """Return the text of the last <answer>, or of the last fenced block, or all; no thoughts."""
-    text = without_thoughts(text)
-    answers = _ANSWER.findall(text)
-    text = answers[-1].strip() if answers else text
-    blocks = _FENCED.findall(text)
-    return (blocks[-1] if blocks else text).strip()
+    text = answer_text(text)
+    blocks = FENCED.findall(text)
+    return (blocks[-1][2] if blocks else text).strip()
 
 
 def value_of(text: str) -> Any:
@@ -93,7 +85,7 @@ def read_confidence(text: str) -> float | None:
     A number without a unit is of 10. It is a probability if it is at most 1 and has a decimal point
     or stands in <confidence>, as RLCR's do. Numbers outside of their range state nothing.
     """
-    matches = list(_STATED.finditer(text))
+    matches = list(_STATED.finditer(without_thoughts(text)))
     if not matches:
         return None
     digits, unit = matches[-1].groups(default="")

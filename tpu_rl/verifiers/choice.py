@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
+from tpu_rl.environments.answer_text import answer_text, without_thoughts
+from tpu_rl.environments.answers import is_denied
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
 from tpu_rl.runtime.worker_child import shorten
+from tpu_rl.verifiers import composed
 
 
 def right_letter(
@@ -17,28 +20,34 @@ def right_letter(
     r"""Return 1 for each completion that chooses the right letter of multiple choice, else 0.
 
     The last capital letter in \boxed{D}, "answer is B", "Answer: C" or "<answer>B</answer>" counts.
-    Without any, the last one in parentheses counts, "(A)", or else a bare letter at the end.
+    Without any, the last one in parentheses counts, "(A)", or else a bare letter at the end. None
+    counts of several, as in "A or B", or where the text says "not B". Thoughts are left out.
     `answer` is a letter, "B" or "(B)".
     """
     del prompts
-    truths = [_TRUTH.fullmatch(str(text).strip()) for text in answer]
-    if None in truths:
-        raise ValueError(
-            f"the ground truth {shorten(answer[truths.index(None)])} is no letter: "
-            "write A for the first choice"
-        )
+    truths = [composed.gold(value, _truth) for value in answer]
     letters = [read_letter(text_of(completion)) for completion in completions]
-    return [
-        float(truth is not None and letter == truth[1].upper())
-        for letter, truth in zip(letters, truths, strict=True)
-    ]
+    return [float(letter == truth) for letter, truth in zip(letters, truths, strict=True)]
 
 
 def read_letter(text: str) -> str | None:
     """Return the letter that a completion chooses, or None; see `right_letter`."""
-    stated = [boxed or said for boxed, said in _STATED.findall(text)]
-    letters = stated or _IN_PARENTHESES.findall(text) or _AT_END.findall(text)
-    return letters[-1] if letters else None
+    answer = answer_text(text)
+    text = f"Answer: {answer}" if answer != without_thoughts(text) else answer
+    for pattern in (_STATED, _IN_PARENTHESES, _AT_END):
+        found = [m for m in pattern.finditer(text) if not is_denied(text[: m.start(m.lastindex)])]
+        if found:
+            start, end = found[-1].span(found[-1].lastindex)
+            is_one = not (_OTHER_BEFORE.search(text[:start]) or _OTHER_AFTER.match(text[end:]))
+            return text[start:end] if is_one else None
+    return None
+
+
+def _truth(text: str) -> str | None:
+    match = _TRUTH.fullmatch(text)
+    if match is None:
+        raise ValueError(f"the ground truth {shorten(text)} is no letter: A is the first choice")
+    return match[1].upper()
 
 
 _TRUTH = re.compile(r"\(?([A-Za-z])\)?")
@@ -46,12 +55,20 @@ _STATED = re.compile(
     # "\boxed{\text{D}}", "\boxed{(D) 7}", but not "\boxed{A + B}".
     r"\\boxed\s*{\s*(?:\\\w+\s*{\s*)?\(?([A-Z])(?=\s*[}).:,])"
     # "answer is **B**", "**Answer:** option C", "<answer>B</answer>"; not "the answer is Berlin".
-    r"|(?:<(?i:answer)>|\b(?i:answer)[*_]*(?:\s+(?i:is)|\s*:))[\s:*_$\"'(]*"
+    r"|\b(?i:answer)[*_]*(?:\s+(?i:is)|\s*:)[\s:*_$\"'(]*"
     r"(?:(?i:option|choice)\s+)?(?:\\\w+\s*{\s*)?\(?([A-Z])(?![\w'’+^=/])"
 )
 _IN_PARENTHESES = re.compile(r"(?<!\w)\(([A-Z])\)")
 """No argument of a function, as in P(A)."""
 _AT_END = re.compile(r"(?:^|\s)[*$\"']*([A-Z])[.*$\"']*\s*\Z")
+_OTHER_BEFORE = re.compile(
+    r"[A-Z][^\w\n]*\b(?:or|and)\b(?:[^\w\n]|boxed|text)*\Z|\b[A-Z]\)?\s?[/,&]\s?\(?\Z"
+)
+_OTHER_AFTER = re.compile(
+    r"[^\w\n]*(?:\bor\b|\band\b|[/&])[^\w\n]*(?:option\s+)?\(?[A-Z]\b(?!['\u2019])"
+    r"|\)?,\s*\(?[A-Z](?:[).,]|\s*$)"
+)
+"""Another letter beside the one that was read."""
 
 
 VERIFIERS = {

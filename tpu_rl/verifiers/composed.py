@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -98,6 +100,35 @@ def references(
                 fix=f"write {expected}",
             ) from error
     return results
+
+
+NO_ANSWERS = {"none", "null", "nan", "n/a", "proof", "notfound", "not found", "[object object]"}
+"""Texts that data sets write where a problem has no answer, or its answer was not found."""
+
+
+def gold(value: Any, read: Callable[[str], T | None]) -> T:
+    """Read the gold answer of one row: a number or a text.
+
+    Raises:
+        ValueError: if no completion could match it.
+    """
+    text = "" if value is None or value != value else str(value).strip()
+    is_container = isinstance(value, list | tuple | Mapping)
+    if text[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(text)
+            # [0, 1] is an interval.
+            items = parsed if isinstance(parsed, list) else [{}]
+            is_container |= any(isinstance(item, str | list | dict) for item in items)
+    why = None
+    if is_container:
+        why = "holds several values; name one, as in --data.columns answer=answer.0"
+    elif not text or text.lower() in NO_ANSWERS:
+        why = "is no answer; leave out such rows"
+    result = None if why else read(text)
+    if result is None:
+        raise ValueError(f"the ground truth {shorten(value)} {why or 'contains no answer'}")
+    return result
 
 
 def require(condition: bool, setting: str, fix: str) -> None:

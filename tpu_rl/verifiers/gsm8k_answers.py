@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from tpu_rl.environments import text_of
-from tpu_rl.environments.answers import final_number, read_number
+from tpu_rl.environments.answers import final_number, only_number
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
-from tpu_rl.runtime.worker_child import shorten
+from tpu_rl.verifiers import composed
 
 
 def gsm8k(
@@ -16,20 +17,18 @@ def gsm8k(
 ) -> list[float]:
     """Return 1 for each completion whose final number equals the ground truth, else 0.
 
-    The final number follows the last "####", or else is in the last \\boxed{}. `answer` is a
-    number, or a GSM8K solution that ends with one.
+    The final number follows the last "####", or else is in the last \\boxed{}, or else is the last
+    one of the last line; in <answer> and behind thoughts, if there are some. Of several numbers,
+    as in "42 or 41", none counts. `answer` is a number, or a GSM8K solution that ends with one.
     """
     del prompts
-    truths = [
-        final_number(str(text)) if "####" in str(text) else read_number(str(text))
-        for text in answer
-    ]
-    if None in truths:
-        raise ValueError(
-            f"the ground truth {shorten(answer[truths.index(None)])} contains no number"
-        )
+    truths = [composed.gold(value, _number) for value in answer]
     numbers = [final_number(text_of(completion)) for completion in completions]
     return [float(number == truth) for number, truth in zip(numbers, truths, strict=True)]
+
+
+def _number(text: str) -> Fraction | None:
+    return final_number(text) if "####" in text else only_number(text)
 
 
 VERIFIERS = {

@@ -17,6 +17,7 @@ from tpu_rl.errors import InputError, MachineError
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
 from tpu_rl.rewards.worker_pool import Pool
 from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.verifiers import composed
 
 NUM_PROCESSES = 4
 VERDICT_SECONDS = 10.0
@@ -27,20 +28,31 @@ def math_equivalent(
 ) -> list[Any | RewardFailure]:
     """Return 1 for each completion whose answer math-verify accepts, else 0.
 
-    It accepts what equals the ground truth as mathematics. Both may be LaTeX or plain. math-verify
-    runs in processes of its own. One that is busy past its deadline is killed, which is a fault of
-    that row.
+    It accepts what equals the ground truth as mathematics. Both may be LaTeX or plain. The answer
+    is in <answer>, if there is one, and behind the thoughts. math-verify runs in processes of its
+    own. One that is busy past its deadline is killed, which is a fault of that row. So is a ground
+    truth that nothing could match: null, a list, "proof".
 
     Raises:
         MachineError: if math-verify is not installed.
     """
     del prompts
+    truths = [_truth(value) for value in answer]
     requests = [
-        {"completions": [text_of(completion)], "answer": [str(truth)]}
-        for completion, truth in zip(completions, answer, strict=True)
+        {"completions": [text_of(completion)], "answer": [truth]}
+        for completion, truth in zip(completions, truths, strict=True)
+        if isinstance(truth, str)
     ]
-    results = _start("equivalent").map(requests, [VERDICT_SECONDS] * len(requests))
-    return [result if isinstance(result, RewardFailure) else result[0] for result in results]
+    results = iter(_start("equivalent").map(requests, [VERDICT_SECONDS] * len(requests)))
+    found = [next(results) if isinstance(truth, str) else truth for truth in truths]
+    return [value if isinstance(value, RewardFailure) else value[0] for value in found]
+
+
+def _truth(value: Any) -> str | RewardFailure:
+    try:
+        return composed.gold(value, str)
+    except ValueError as error:
+        return RewardFailure(str(error))
 
 
 def math_answers(groups: Sequence[Sequence[str]]) -> list[list[Any] | RewardFailure]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
+from tpu_rl.environments.answer_text import answer_text, without_thoughts
 from tpu_rl.environments.answers import final_number, last_boxed, read_number
 from tpu_rl.rewards import scoring
 from tpu_rl.rewards.scoring import Reward
@@ -256,10 +257,10 @@ def majority(of: Reward = _one_number) -> Reward:
 
     No reference is needed (TTRL, arXiv 2504.16084). `majority(of=NAME)` reads and compares answers
     as that reward does: `majority(of=math)` by math-verify, whatever form they are written in.
-    Without it, the answer is the number behind the last "####", what the last \\boxed{} holds, or
-    the text of the last <answer>; numbers are equal by value, and other answers as texts without
-    spaces. Of equally frequent answers the one that was given first counts. Completions without an
-    answer do not vote and get 0.
+    Without it, the answer is the number behind the last "####", what the last \\boxed{} holds, the
+    text of the last <answer>, or the last number of the last line; numbers are equal by value, and
+    other answers as texts without spaces. Of equally frequent answers the one that was given first
+    counts. Completions without an answer do not vote and get 0.
     """
     read_groups = _readers(of)
 
@@ -307,15 +308,15 @@ def _readers(of: Reward) -> Callable[[Sequence[Sequence[str]]], Sequence[Any]]:
 
 
 def _answer(text: str) -> Hashable | None:
+    tagged = "<answer>" in without_thoughts(text)
+    text = answer_text(text)
     marked = "####" in text
     boxed = None if marked else last_boxed(text)
     if boxed is not None:
         return _boxed_answer(boxed)
-    if marked or "<answer>" not in text:
+    if marked or not tagged:
         return final_number(text)
-    return (
-        " ".join(text.rpartition("<answer>")[2].partition("</answer>")[0].lower().split()) or None
-    )
+    return " ".join(text.lower().split()) or None
 
 
 _NO_CONTENT = re.compile(r"\\text *{[^{}]*}|\\left|\\right|\\[,!;: $%]|[\s$%]")

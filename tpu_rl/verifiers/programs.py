@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,10 +29,11 @@ def python_tests(
 ) -> list[float | RewardFailure]:
     """Return 1 for each completion whose Python program passes all tests of its row, else 0.
 
-    The program is the last fenced block, or all of the text. `tests` is a list of {"input": ...,
-    "output": ...} and of texts with asserts, or {"inputs": [...], "outputs": [...]}, or either as
-    JSON. See `tpu_rl.sandbox.unit_tests`. Imports and helpers that a prompt gives beside the
-    function `entry_point` belong to the program and, as a copy of its own, to the test.
+    The program is the last fenced block behind the thoughts, or all of the text: see `program_of`.
+    `tests` is a list of {"input": ..., "output": ...} and of texts with asserts, or {"inputs":
+    [...], "outputs": [...]}, or either as JSON, or one text with asserts. See
+    `tpu_rl.sandbox.unit_tests`. Imports and helpers that a prompt gives beside the function
+    `entry_point` belong to the program and, as a copy of its own, to the test.
 
     Raises:
         MachineError: if the kernel cannot confine programs.
@@ -152,7 +155,8 @@ def _prepared(
         prompts, completions, tests, entry_points or [None] * len(prompts), strict=True
     ):
         given = problems.given_code(prompt, name or "")
-        program = program_of(text_of(completion), prompt if isinstance(prompt, str) else "")
+        begun = prompt if isinstance(prompt, str) else ""
+        program = program_of(text_of(completion), begun, unit_tests.calls_program(column))
         programs.append(problems.with_given_code(program, given))
         columns.append(problems.with_helpers_in(column, given))
     return programs, columns
@@ -182,7 +186,7 @@ def _speeds(
         if not isinstance(baselines[row], str):
             values[row] = RewardFailure(f"`baseline` is no text, but {shorten(baselines[row])}")
             continue
-        baseline = program_of(baselines[row])
+        baseline = program_of(baselines[row], "", unit_tests.calls_program(column))
         # Neighbors in time share the load of the machine.
         pairs = [
             [_seconds(code, column, confine) for code in (program, baseline)]
@@ -227,18 +231,52 @@ def _share(completion: Any, checks: Sequence[str], confine: bool) -> float | Rew
     return held / len(checks)
 
 
-def program_of(text: str, prompt: str = "") -> str:
-    """Return the last fenced block of a text, in any language, or the whole text if it has none.
+def program_of(text: str, prompt: str = "", is_called: bool = False) -> str:
+    """Return the program of a completion: the last fenced block, or the whole text if it has none.
 
-    An indented text goes on with the prompt's function.
+    It is behind the thoughts, and in <answer> if there is one. Blocks that define what the last one
+    uses come before it. Blocks of other languages, as of output, are left out beside others. With
+    `is_called` tests call what the program defines: a block behind it that only uses this is an
+    example. An indented text goes on with the prompt's function.
     """
-    blocks = _FENCED.findall(text)
-    if blocks:
-        return blocks[-1]
-    return prompt + text if re.match(r"(?:[ \t]*\n)*[ \t]+\S", text) else text
+    text = spans.answer_text(text)
+    blocks = [
+        (language.strip().lower(), textwrap.dedent(code))
+        for _, language, code in spans.FENCED.findall(text)
+    ]
+    sources = [code for language, code in blocks if language not in _NO_PROGRAMS]
+    sources = sources or [code for _, code in blocks]
+    if not sources:
+        return prompt + text if re.match(r"(?:[ \t]*\n)*[ \t]+\S", text) else text
+    names = [_names(source) for source in sources]
+    chosen = len(sources) - 1
+    while is_called and chosen and not names[chosen][0] and any(n[0] for n in names[:chosen]):
+        chosen -= 1
+    program = sources[chosen]
+    defined, used = names[chosen]
+    for index in reversed(range(chosen)):
+        if names[index][0] & (used - defined):
+            program = f"{sources[index]}\n{program}"
+            defined, used = defined | names[index][0], used | names[index][1]
+    return program
 
 
-_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_NO_PROGRAMS = {"text", "txt", "output", "plaintext", "console", "bash", "sh", "shell", "json"}
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """Return the functions and classes that a program defines, and the names that it reads."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set(), set()
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    defined = {node.name for node in tree.body if isinstance(node, kinds)}
+    lambdas = [
+        n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Lambda)
+    ]
+    defined |= {t.id for n in lambdas for t in n.targets if isinstance(t, ast.Name)}
+    return defined, {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 VERIFIERS = {

@@ -80,6 +80,8 @@ def tool_calls() -> Reward:
 
 def match(found: Sequence[ToolCall], gold: Sequence[ToolCall]) -> float:
     """Return ToolRL's reward of calls, from -3 to 3; see `tool_calls`."""
+    found = [call._replace(arguments=_typed(call.arguments)) for call in found]
+    gold = [call._replace(arguments=_typed(call.arguments)) for call in gold]
     if list(found) == list(gold):
         return 3.0
     total = _overlap([call.name for call in found], [call.name for call in gold])
@@ -99,6 +101,15 @@ def match(found: Sequence[ToolCall], gold: Sequence[ToolCall]) -> float:
         total += best
         unused = [index for index in unused if index != best_index]
     return 6 * total / most - 3
+
+
+def _typed(value: Any) -> Any:
+    """Return a value whose truth values are equal to no numbers."""
+    if isinstance(value, dict):
+        return {key: _typed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_typed(item) for item in value]
+    return ("bool", value) if isinstance(value, bool) else value
 
 
 def _tools_of(value: Any) -> formats.Tools:
