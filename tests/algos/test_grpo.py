@@ -7,6 +7,7 @@ the expected reward itself.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -268,3 +269,19 @@ def test_settings_of_turns_without_turns_are_refused(settings):
         GspoConfig(credit="turn")
     with pytest.raises(InputError, match="turns"):
         PpoConfig(credit="turn", lam_alpha=0.05)
+
+
+def test_max_rl_refuses_returns_below_zero():
+    """It divides by the mean of a group."""
+    [check] = GrpoConfig(advantages="max_rl").experience.transforms(None)
+    good = SimpleNamespace(
+        rollout=SimpleNamespace(rewards=np.array([[0.0, 1.0], [-1.0, 1.0]]), episode_id=None)
+    )
+    assert check(good, 1, None) is good
+    bad = SimpleNamespace(
+        rollout=SimpleNamespace(rewards=np.array([[0.0, 1.0], [0.0, -0.5]]), episode_id=None)
+    )
+    with pytest.raises(InputError, match="return -0.5"):
+        check(bad, 1, None)
+    with pytest.raises(InputError, match="penalties"):
+        GrpoConfig(advantages="max_rl", kl_reward_coef=0.1)

@@ -16,6 +16,7 @@ from tpu_rl.losses.advantages import (
     group_scaled,
     leave_one_out,
     length_weighted,
+    mean_scaled,
     unequal_groups,
 )
 
@@ -85,14 +86,23 @@ def test_unequal_groups():
     np.testing.assert_allclose(unequal_groups(RETURNS, GROUP, SCORED), expected, rtol=1e-6)
 
 
+def test_mean_scaled():
+    expected = [-2 / 3, -1 / 3, 1, 0, 0, -2 / 6, 0, 2 / 6]
+    np.testing.assert_allclose(mean_scaled(RETURNS, GROUP, SCORED), expected, rtol=1e-5)
+    zeros = mean_scaled(jnp.array([-1.0, 1.0, 0.0]), jnp.zeros(3, int), jnp.ones(3, bool))
+    np.testing.assert_array_equal(zeros, 0)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.7])
 @pytest.mark.parametrize(
     ("advantage", "objective_slope", "completions"),
     [
+        # d/dp of -sum_k (1 - p)^k / k for k < n, from the mean over completions.
+        (mean_scaled, lambda p, n: sum((1 - p) ** (k - 1) for k in range(1, n)), "mean"),
         # d/dp of pass@n = 1 - (1 - p)^n, from the sum over completions.
         (best_minus_second, lambda p, n: n * (1 - p) ** (n - 1), "sum"),
     ],
-    ids=["pass_at_k"],
+    ids=["max_rl", "pass_at_k"],
 )
 def test_the_expected_gradient_is_that_of_the_papers_objective(
     advantage, objective_slope, completions, p

@@ -18,6 +18,7 @@ other forms.
                and dynamic sampling (a setting of the batch)             arXiv 2503.14476
     OPO        advantages "opo"                                          arXiv 2505.23585
     pass@k     advantages "pass_at_k"                                    arXiv 2503.19595
+    MaxRL      advantages "max_rl"                                       arXiv 2602.02710
     decoupled  importance_sampling_cap 2: the ratio is to the
                recomputed policy, and a weight corrects for
                the policy that sampled (AReaL)                           arXiv 2505.24298
@@ -59,9 +60,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+import jax.numpy as jnp
+
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.algos.roles import with_reference
+from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.credit import CreditSettings
 from tpu_rl.losses.entropy import EntropySettings
@@ -73,7 +77,7 @@ from tpu_rl.losses.reference_kl import StagnationReset
 from tpu_rl.losses.returns import ReturnSettings
 from tpu_rl.losses.robust import RobustSettings
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.ranges import Needs, NotNegative
+from tpu_rl.ranges import Conflicts, Needs, NotNegative
 from tpu_rl.types import Algorithm, Roles, Sampling
 
 ADVANTAGES = {
@@ -84,6 +88,7 @@ ADVANTAGES = {
     "opo": advantages.length_weighted,
     "pass_at_k": advantages.best_minus_second,
     "pass_at_k_scaled": advantages.best_minus_second_scaled,
+    "max_rl": advantages.mean_scaled,
     "gpg": advantages.unequal_groups,
 }
 
@@ -102,21 +107,35 @@ class GroupPolicyConfig(
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
-    advantages: Literal[
-        "group",
-        "batch",
-        "centered",
-        "leave_one_out",
-        "opo",
-        "pass_at_k",
-        "pass_at_k_scaled",
-        "gpg",
+    advantages: Annotated[
+        Literal[
+            "group",
+            "batch",
+            "centered",
+            "leave_one_out",
+            "opo",
+            "pass_at_k",
+            "pass_at_k_scaled",
+            "max_rl",
+            "gpg",
+        ],
+        Conflicts(
+            "kl_reward_coef",
+            "overlong_buffer",
+            when="max_rl",
+            why="it divides by the mean return of a group, which penalties may bring below 0",
+        ),
+        Conflicts(
+            "credit",
+            when="max_rl",
+            why="returns from a turn on may be below 0 where that of the episode is not",
+        ),
     ] = "group"
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
-    batch's (batch), unscaled (centered), or times N over the completions in groups of unequal
-    returns (gpg); minus the mean of the others (leave_one_out); minus the mean weighted by length
-    (opo); the best completion's lead over the second best (pass_at_k), also over the group's
-    deviation (pass_at_k_scaled)."""
+    batch's (batch), unscaled (centered), over the mean (max_rl, for returns of at least 0), or
+    times N over the completions in groups of unequal returns (gpg); minus the mean of the others
+    (leave_one_out); minus the mean weighted by length (opo); the best completion's lead over the
+    second best (pass_at_k), also over the group's deviation (pass_at_k_scaled)."""
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, the sum over a completion
     (sequence_sum), or that divided by the length limit (constant_length)."""
@@ -126,6 +145,10 @@ class GroupPolicyConfig(
         # The completions of a prompt are compared: one alone would always have advantage 0.
         adapts = self.sampled_entropy is not None
         spec = ExperienceSpec("rollouts", smallest_group=2, adapts_temperature=adapts)
+        if self.advantages == "max_rl":
+            spec = spec._replace(
+                raw_returns=True, transforms=lambda tokenizer: (require_returns_above_zero,)
+            )
         return self.with_texts(spec)
 
     @property
@@ -173,6 +196,26 @@ class GrpoConfig(ClippedPolicyConfig):
         if self.thought_weight == 1:
             return parts
         return *parts, weighted_thoughts(self.thought_weight, self.thought_end)
+
+
+def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
+    """Check that returns are at least 0: the transform of max_rl.
+
+    Raises:
+        InputError: if the return of an episode is below 0.
+    """
+    del step, state
+    rollout = scored.rollout
+    returns = jnp.asarray(rollout.rewards).sum(-1)
+    lowest = float(advantages.episode_totals(returns, rollout.episode_id).min())
+    if lowest < 0:
+        raise InputError(
+            f"a completion has the return {lowest:g}",
+            where="--algorithm.advantages max_rl",
+            why="it divides by the mean return of a group, so that returns must be 0 or more",
+            fix="use rewards of at least 0, or other advantages",
+        )
+    return scored
 
 
 def weighted_thoughts(weight: float, end: tuple[int, ...]) -> Part:

@@ -140,6 +140,19 @@ def best_minus_second_scaled(returns: Array, group_id: Array, lengths: Array) ->
     return _scaled(best_minus_second(returns, group_id, lengths), deviation)
 
 
+def mean_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Compute (return - group mean) / group mean, for returns of at least 0 (MaxRL, arXiv
+    2602.02710).
+
+    With returns of 0 or 1 and n completions, this is an unbiased gradient of the sum of
+    -(1 - p)^k / k over k below n, the start of the series of log p. Groups whose mean is not above
+    0 get zero. (The paper's sum goes to n: there, failures count in a group without success too.)
+    """
+    count, centered, _ = _group_moments(returns, group_id, lengths)
+    total = _group_total(jnp.where(lengths > 0, returns, 0.0), group_id)
+    return _scaled(centered, total / jnp.maximum(count, 1.0))
+
+
 def unequal_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Subtract the group's mean, and multiply by N / (completions in groups of unequal returns).
 
