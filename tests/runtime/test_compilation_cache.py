@@ -149,3 +149,29 @@ def test_the_time_since_the_start_of_the_program():
     ).stdout
     assert float(said) > 1
     assert host.seconds_since_start() > float(said)
+
+
+SECOND_PROCESS = """
+import sys
+import jax, jax.numpy as jnp
+from jax._src import distributed
+from tpu_rl.runtime import compilation_cache, processes
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+distributed.global_state.process_id = 1
+processes.count = lambda: 2
+processes.index = lambda: 1
+jax.default_backend = lambda: sys.argv[2]
+compilation_cache.fit_processes()
+jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((4, 4))).block_until_ready()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "writes"), [("tpu", True), ("cpu", False)])
+def test_each_host_keeps_its_programs_but_not_those_of_cpus(tmp_path, backend, writes):
+    """JAX itself writes on the first process alone. Programs of several CPU processes hang if one
+    of them loads what the other compiles."""
+    command = [sys.executable, "-c", SECOND_PROCESS, str(tmp_path), backend]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120)
+    assert any(tmp_path.glob("*-cache")) == writes

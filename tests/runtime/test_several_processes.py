@@ -45,7 +45,7 @@ def on_one(tmp_path_factory) -> dict[str, np.ndarray]:
     return one_step(tmp_path_factory.mktemp("one"), 1)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_processes_sample_score_and_learn_as_one(on_one, tmp_path):
     require_same_step(on_one, one_step(tmp_path, 2))
 

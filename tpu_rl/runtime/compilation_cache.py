@@ -19,8 +19,10 @@ from typing import Any
 import filelock
 import jax
 from jax._src import compilation_cache as jax_cache
+from jax._src import compiler as jax_compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
+from tpu_rl.runtime import processes
 from tpu_rl.storage import user_cache
 
 MAX_BYTES = 4 * 2**30
@@ -51,6 +53,35 @@ def enable() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
     check_entries(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def fit_processes() -> None:
+    """Adapt the cache to a run of several processes, once their devices are there.
+
+    On CPUs it is switched off: a program that XLA loads from a cache has lost the order of the
+    collectives inside of its loops, so that it hangs beside one that another process compiled.
+    Elsewhere every process writes, and not only the first, so that each host finds its programs in
+    its own folder when the run starts again. Hosts that share the folder lock it.
+    """
+    if processes.count() == 1:
+        return
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+        jax_cache.reset_cache()
+    elif processes.index():
+        jax_compiler._cache_write = _write
+
+
+def _write(
+    key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Any
+) -> None:
+    """Write an entry, as JAX's function of the first process does."""
+    if host_callbacks or seconds < jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
+        return
+    try:
+        jax_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
+    except Exception as error:
+        print(f"warning: {module} is not kept for the next run: {error}", file=sys.stderr)
 
 
 def check_entries(folder: Path) -> None:

@@ -54,6 +54,7 @@ def prepare(config: ExperimentConfig) -> None:
     if config.model.exact_sampling:
         os.environ |= exact_settings(os.environ)
     claim_devices()
+    compilation_cache.fit_processes()
     if config.model.dtype == "float32":
         forbid_tensor_float32()
     host_agreement.require_same_devices()
