@@ -452,9 +452,9 @@ COLUMNS = (
     Column("entropy", ("policy/entropy",), "{:.3f}"),
     Column("kl", ("policy/kl_reference",), "{:.4f}"),
     Column("gap", ("policy/log_prob_gap_max",), "{:.0e}"),
-    Column(
-        "tokens/s", ("perf/rollout_tokens_per_second", "perf/train_tokens_per_second"), "{:,.0f}"
-    ),
+    Column("sampled/s", ("perf/rollout_tokens_per_second",), "{:,.0f}"),
+    Column("read/s", ("perf/read_tokens_per_second",), "{:,.0f}"),
+    Column("learned/s", ("perf/train_tokens_per_second",), "{:,.0f}"),
     Column("seconds", ("time/step",), "{:.2f}"),
 )
 
@@ -467,7 +467,8 @@ class Console:
     ):
         self._console = console or rich.console.Console(highlight=False)
         self._total_steps = total_steps
-        self._step_ends = deque([time.monotonic()], maxlen=21)
+        self._step_ends: deque[float] = deque(maxlen=21)
+        self._first_step = first_step
         self._bar = _progress_bar(self._console) if self._console.is_terminal else None
         if self._bar is not None:
             self._task = self._bar.add_task(
@@ -479,9 +480,7 @@ class Console:
         """Print the line of one step."""
         del samples
         step = row["step"]
-        self._step_ends.append(time.monotonic())
-        seconds_left = (self._total_steps - step) * self._seconds_per_step()
-        remaining = f"{_duration(seconds_left)} left"
+        remaining = self._remaining(step)
         numbers = list(_numbers(row))
         head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
         if self._bar is not None:
@@ -490,16 +489,26 @@ class Console:
             self._console.print(f"[bold]{head}[/bold]  {styled}", soft_wrap=True)
         else:
             columns = [f"{label} {number}" for label, number in numbers]
-            print("  ".join([head, *columns, remaining]), file=self._console.file, flush=True)
+            parts = [head, *columns, *[remaining] * bool(remaining)]
+            print("  ".join(parts), file=self._console.file, flush=True)
 
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 
-    def _seconds_per_step(self) -> float:
-        """Return the mean over the latest steps, so that compilation is soon forgotten."""
-        return (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+    def _remaining(self, step: int) -> str:
+        """Return the time left by the mean of the latest steps, or "" before it can be told.
+
+        The first step, and the evaluation before it, compile, so that they tell nothing.
+        """
+        if step <= self._first_step + 1:
+            self._step_ends.clear()
+        self._step_ends.append(time.monotonic())
+        if len(self._step_ends) == 1:
+            return ""
+        per_step = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        return f"{_duration((self._total_steps - step) * per_step)} left"
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:

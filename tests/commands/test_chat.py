@@ -1,7 +1,6 @@
 """`chat`: answers of a sampler that writes fixed texts, commands, and how it is left."""
 
 import asyncio
-import dataclasses
 import io
 import itertools
 import threading
@@ -85,9 +84,15 @@ def test_bad_flags_are_one_message(argv, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_model_without_a_template_is_named(capsys, monkeypatch):
-    plain = dataclasses.replace(TOKENIZER, chat_template=None)
-    language = chat.saved_run.roles.Language(None, plain)
-    monkeypatch.setattr(chat.saved_run, "load_language", lambda *_: (language, {}))
-    assert chat.main(["builtin:arithmetic"]) == 2
-    assert "no chat template" in capsys.readouterr().err
+@pytest.mark.slow
+def test_a_model_without_a_template_continues_lines(capsys, monkeypatch):
+    lines = iter(["12+30="])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or end_of_input())
+    assert chat.main(["builtin:arithmetic", "--temperature", "0", "--max-new-tokens", "8"]) == 0
+    printed = capsys.readouterr()
+    assert "#" in printed.out
+    assert "continues each line as plain text" in printed.err
+
+
+def end_of_input() -> str:
+    raise EOFError

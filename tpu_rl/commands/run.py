@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -535,6 +536,8 @@ def take_step(
     num_tokens = int(np.asarray(experience.data.action_mask).sum())
     row["time/step"] = ended - began
     row["time/update"] = ended - update_began
+    num_read = int(jnp.sum(packed.layout.source >= 0))
+    row["perf/read_tokens_per_second"] = num_read / (ended - update_began)
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
     row["perf/empty_rows"] = float(packing.empty_rows(packed.layout.source))
     row["perf/peak_memory"] = peak_memory_bytes()

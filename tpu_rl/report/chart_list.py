@@ -74,5 +74,9 @@ OPTIMIZATION = (
 THROUGHPUT = Chart(
     "Throughput",
     "Tokens per second while sampling and while training.",
-    {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"},
+    {
+        "perf/rollout_tokens_per_second": "sampled",
+        "perf/read_tokens_per_second": "read",
+        "perf/train_tokens_per_second": "learned",
+    },
 )

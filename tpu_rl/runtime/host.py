@@ -159,16 +159,19 @@ def claim_devices(root: Path = Path("/")) -> None:
     os.environ |= thread_pool_settings(os.environ)
     try:
         jax.devices()
-    except RuntimeError as error:
+    # JAX asserts that a platform is there if all named ones are unknown to it.
+    except (RuntimeError, AssertionError) as error:
         platforms = os.environ.get("JAX_PLATFORMS")
         holders = processes_with_tpu(root)
         fix = typed_command("doctor")
+        if platforms:
+            fix = "unset JAX_PLATFORMS, or install its plugin, as in pip install 'jax[cuda12]'"
         if holders:
             fix = f"end the process that holds the TPU: {', '.join(holders)}"
         raise MachineError(
             "jax cannot use this machine's devices",
             where="" if platforms is None else f"JAX_PLATFORMS={platforms}",
-            why=str(error).splitlines()[0][:300],
+            why=(str(error) or "no such device was found").splitlines()[0][:300],
             fix=fix,
         ) from error
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tpu_rl.tokenizers.settings import ChatConfig as ChatConfig
     from tpu_rl.tokenizers.settings import TokenizerConfig as TokenizerConfig
     from tpu_rl.tokenizers.settings import configure as configure
+    from tpu_rl.tokenizers.settings import of_plain_text as of_plain_text
     from tpu_rl.tokenizers.settings import with_images as with_images
     from tpu_rl.tokenizers.settings import with_pixels as with_pixels
     from tpu_rl.tokenizers.tokenizer import AssistantTurns as AssistantTurns

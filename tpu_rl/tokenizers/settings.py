@@ -154,6 +154,16 @@ def with_turn_end(tokenizer: Tokenizer) -> Tokenizer:
     return replace(tokenizer, eos_ids=(*tokenizer.eos_ids, tokenizer.turn_end))
 
 
+def of_plain_text(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with a template that writes the last message alone, with no mark."""
+    return _with_text(tokenizer, "{{ messages[-1]['content'] }}")
+
+
+def _with_text(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    backend = tokenizer.backend.with_template(template)
+    return replace(tokenizer, backend=backend, chat_template=template, tool_template=None)
+
+
 def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     """Return the tokenizer with the chat template of a file, which is saved with it.
 
@@ -182,12 +192,7 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
             why=str(error),
             fix="give a text file with a Jinja template",
         ) from error
-    tokenizer = replace(
-        tokenizer,
-        backend=tokenizer.backend.with_template(template),
-        chat_template=template,
-        tool_template=None,
-    )
+    tokenizer = _with_text(tokenizer, template)
     try:
         tokenizer.render([{"role": "user", "content": "a"}])
     except InputError as error:

@@ -419,6 +419,12 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
         train, held_out = tasks.file_rows(config.data, spec, config.evaluation.rows)
         if config.data.weights:
             data.rows_of_parts(train, len(config.data.weights))
+        if 0 < len(held_out) < config.evaluation.rows and config.data.evaluation_path is None:
+            warnings.append(
+                f"{len(held_out)} of {len(train) + len(held_out)} rows are held out, not "
+                f"{config.evaluation.rows}: the end of the file, a small share of it at most; "
+                "--data.evaluation-path gives others"
+            )
         if spec.kind is not QExamples:
             require_full_batch(train, config.batch.prompts)
         is_prompt_all = not (config.environment or config.agent)

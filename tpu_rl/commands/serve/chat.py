@@ -30,7 +30,7 @@ from typing import Any
 
 import tyro
 
-from tpu_rl import ranges, run_files
+from tpu_rl import ranges, run_files, tokenizers
 from tpu_rl.commands import saved_run
 from tpu_rl.commands.serve import model_app
 from tpu_rl.commands.serve.model_app import ModelLength
@@ -161,17 +161,17 @@ def speaker(name: str, flags: Flags) -> Iterator[Speaker]:
     """Load a model, and give it a thread that parses and writes messages.
 
     Raises:
-        InputError: if there is no such model, or it has no chat template.
+        InputError: if there is no such model.
     """
     config = model_app.settings(name, flags.tokenizer)
     language, params = saved_run.load_language(name, config)
     if not language.tokenizer.has_chat_template:
-        raise InputError(
-            "the model has no chat template",
-            where=name,
-            why="nothing says how messages become its tokens",
-            fix="give one: --tokenizer.chat-template FILE",
+        print(
+            f"note: {name} has no chat template: it continues each line as plain text and does not "
+            "see earlier ones; a template is --tokenizer.chat-template FILE",
+            file=sys.stderr,
         )
+        language = language._replace(tokenizer=tokenizers.of_plain_text(language.tokenizer))
     length = flags.max_model_len or saved_run.trained_length(name, config)
     account = Account(language.tokenizer, itertools.count(), most_idle=1)
     app = model_app.make(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from tpu_rl import wings
-from tpu_rl.errors import MachineError, TpuRlError
+from tpu_rl.errors import MachineError, TpuRlError, typed_command
 from tpu_rl.runtime import host
 from tpu_rl.storage import gcs
 
@@ -264,7 +264,9 @@ def check_devices() -> Iterator[Finding]:
     try:
         host.claim_devices()
     except MachineError as error:
-        yield Finding("devices", f"{error.what}: {error.why}", error.fix or "see the message")
+        # This is the command that other commands advise.
+        fix = error.fix if error.fix != typed_command("doctor") else "install jax for this machine"
+        yield Finding("devices", f"{error.what}: {error.why}", fix or "see the message")
         return
     import jax
 
