@@ -1,4 +1,4 @@
-"""What settings may be: intervals of numbers, and settings that belong to others.
+"""Ranges of settings: intervals of numbers, and settings that belong to others.
 
 Each is declared on its field, and `check` refuses what breaks it:
 
@@ -10,7 +10,8 @@ Each is declared on its field, and `check` refuses what breaks it:
 
 A setting is set if it is not its default. It is on if it differs from the default of the class
 that declared it first, and is neither False, nor 0, nor empty; if that default is None, any number
-is on. Settings that the dataclass does not have are off. A dataclass that inherits from `Checked`
+is on. Settings that the dataclass does not have are off. Those of a field that is a dataclass have
+dotted paths: Conflicts("data.templates"). A dataclass that inherits from `Checked`
 is checked whenever one is made.
 """
 
@@ -22,7 +23,7 @@ import math
 import re
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from tpu_rl.errors import InputError
 
@@ -49,7 +50,7 @@ class ReadOnlyWith:
     def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
         """Find the setting `name` set without that value."""
         value = _values(settings).get(self.other)
-        if not _is_set(settings, name) or value in self.values:
+        if not is_set(settings, name) or value in self.values:
             return None
         *first, last = map(str, self.values)
         values = f"{', '.join(first)} or {last}" if first else last
@@ -65,8 +66,8 @@ class Needs:
 
     def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
         """Find the setting `name` without any of the others."""
-        applies = _is_set(settings, name) if self.when is None else _has(settings, name, self.when)
-        if not applies or any(_is_on(settings, other) for other in self.others):
+        applies = is_set(settings, name) if self.when is None else _has(settings, name, self.when)
+        if not applies or any(is_on(settings, other) for other in self.others):
             return None
         setting = name if self.when is None else f"{name} {_values(settings)[name]}"
         fix = f"give {' or '.join(map(flag, self.others))}, too"
@@ -86,7 +87,7 @@ class Conflicts:
     def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
         """Find another setting that is on together with the setting `name`."""
         applies = _is_on(settings, name) if self.when is None else _has(settings, name, self.when)
-        on = tuple(other for other in self.others if applies and _is_on(settings, other))
+        on = tuple(other for other in self.others if applies and is_on(settings, other))
         if not on:
             return None
         setting = name if self.when is None else f"{name} {_values(settings)[name]}"
@@ -100,8 +101,9 @@ Relation = ReadOnlyWith | Needs | Conflicts
 class In:
     """The interval of a setting: [0, 1] has its ends, and (0, 1) has not."""
 
-    def __init__(self, interval: str):
-        """Read an interval, as in "(0, inf)"."""
+    def __init__(self, interval: str, fix: str = ""):
+        """Read an interval, as in "(0, inf)"; `fix` is the advice for a number outside."""
+        self.fix = fix
         match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
         assert match is not None, f"{interval} is no interval"
         self.low, self.high = float(match[2]), float(match[3])
@@ -159,7 +161,8 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
                 f"{field.name} is {number:g}",
                 where=_flag(flag, field.name),
                 why=f"it must be {finite}{interval}",
-                fix=f"the default is {field.default}" if known else "give another number",
+                fix=interval.fix
+                or (f"the default is {field.default}" if known else "give another number"),
             )
     flag_of = functools.partial(_flag, flag)
     for name, metadata in declared.items():
@@ -174,13 +177,16 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Settings of an algorithm, checked when they are made.
+    """Settings, by default of an algorithm, that are checked when they are made.
 
     A subclass with checks of its own calls `super().__post_init__()` first.
     """
 
+    FLAG: ClassVar[str] = "--algorithm"
+    """The beginning of the names of the flags."""
+
     def __post_init__(self):
-        check(self)
+        check(self, self.FLAG)
 
 
 def check_all(settings: Any, flag: str = "--") -> None:
@@ -190,6 +196,16 @@ def check_all(settings: Any, flag: str = "--") -> None:
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             check_all(value, _flag(flag, field.name))
+
+
+def is_on(settings: Any, path: str, wanted: str | None = None) -> bool:
+    """Say whether the setting at a dotted path is on, or has the value that is `wanted`."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        settings = _values(settings)[parent]
+    if wanted is None:
+        return _is_on(settings, name)
+    return str(_values(settings).get(name)) == wanted
 
 
 def _flag(flag: str, name: str) -> str:
@@ -207,7 +223,7 @@ def _has(settings: Any, name: str, values: Any) -> bool:
     return value in values if isinstance(values, tuple) else value == values
 
 
-def _is_set(settings: Any, name: str) -> bool:
+def is_set(settings: Any, name: str) -> bool:
     """Say whether the dataclass has the setting, and not at its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(settings)}
     return name in defaults and _values(settings)[name] != defaults[name]

@@ -379,7 +379,7 @@ FLAGS = {
         [*FILE, *SHORT, "--batch.prompts", "2", "--reward", "{reward}:judge"],
         "needs a column 'solution'",
     ),
-    76: (["--sampling.max-new-tokens", "0"], "use at least 1"),
+    76: (["--sampling.max-new-tokens", "0"], "it must be at least 1"),
     82: (["--run-dir", "s3://bucket/run"], "neither local nor gs://"),
     93: (["--hub-token", SECRET], "revoke this secret"),
 }

@@ -91,7 +91,7 @@ MISFITS = {
     "an odd opponent": (["arithmetic_xpo", "--batch.group-size", "5"], "--batch.group-size"),
     "groups of two models": (
         ["arithmetic_xpo", "--rollout.dynamic-sampling-rounds", "2"],
-        "--rollout.dynamic-sampling-rounds, --algorithm.pairs",
+        "--algorithm.pairs, --rollout.dynamic-sampling-rounds",
     ),
     "optimism about no one": (
         ["arithmetic_dpo", "--algorithm.optimism-coef", "0.1"],
@@ -121,7 +121,7 @@ MISFITS = {
     ),
     "pairs are another choice": (
         ["arithmetic_dpo", "--rollout.keep-variance-share", "0.5"],
-        "--rollout.keep-variance-share",
+        "--rollout.keep-variance-share, --algorithm",
     ),
     "three kept, two minibatches": (
         ["arithmetic_grpo", "--batch.prompts", "12", "--batch.num-minibatches", "2"]
@@ -130,7 +130,7 @@ MISFITS = {
     ),
     "routing of given completions": (
         ["arithmetic_dpo", "--rollout.replay-routing"],
-        "--rollout.replay-routing",
+        "--rollout.replay-routing, --algorithm",
     ),
     "routing of a policy that does not learn": (
         ["arithmetic_grpo", "--algorithm", "value_pretraining", "--rollout.replay-routing"],

@@ -262,17 +262,17 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
-        (evaluate, ["MODEL", "--data.format", "plain"], "--data.format without a file"),
-        (evaluate, ["MODEL", "--data.split", "test"], "--data.split without a file"),
-        (evaluate, ["MODEL", "--data.config", "main"], "--data.config without a file"),
-        (evaluate, ["MODEL", "--samples", "0"], "--samples is 0"),
+        (evaluate, ["MODEL", "--data.format", "plain"], "format does nothing without path"),
+        (evaluate, ["MODEL", "--data.split", "test"], "--data.split"),
+        (evaluate, ["MODEL", "--data.config", "main"], "--data.config"),
+        (evaluate, ["MODEL", "--samples", "0"], "--samples"),
         (evaluate, ["MODEL", "--data.templates", "Q:"], "has no place for a prompt"),
         (
             evaluate,
             ["MODEL", "--data.templates", "{prompt}", "--target-entropy", "0.3"],
-            "several templates with",
+            "does not go with data.templates",
         ),
-        (evaluate, ["MODEL", "--temperature", "0"], "use --greedy"),
+        (evaluate, ["MODEL", "--temperature", "0"], "--greedy takes"),
         (evaluate, ["MODEL", "--preset", "arithmetic_grop"], "did you mean arithmetic_grpo"),
         (evaluate, ["MODEL", "--reward", "aritmetic"], "arithmetic"),
         (evaluate, ["MODEL", "--data.path", "no-such-file.jsonl"], "no-such-file.jsonl"),

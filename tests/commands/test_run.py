@@ -113,7 +113,7 @@ def test_kill_and_resume(whole, tmp_path):
     [
         (["arithmetic_grop"], "arithmetic_grpo"),
         (["--batch.group-size", "1"], "advantage is always 0"),
-        (["--batch.num-minibatches", "0"], "--batch.num-minibatches is 0"),
+        (["--batch.num-minibatches", "0"], "num_minibatches is 0"),
         (["--batch.num-minibatches", "5"], "--batch.num-minibatches 4"),
         (["--sampling.temperature", "0"], "temperature"),
         (["gsm8k_grpo"], "--model.path"),

@@ -104,8 +104,8 @@ def test_right_completions_that_make_the_answer_likely_earn_their_reward_again()
 @pytest.mark.parametrize(
     ("likelihood", "flag"),
     [
-        (LikelihoodConfig(coef=1.0, by="reference"), "by reference"),
-        (LikelihoodConfig(coef=1.0, form="consistent"), "form consistent"),
+        (LikelihoodConfig(coef=1.0, by="reference"), "likelihood.by"),
+        (LikelihoodConfig(coef=1.0, form="consistent"), "likelihood.form"),
     ],
 )
 def test_a_form_without_what_it_reads_is_refused(likelihood, flag):

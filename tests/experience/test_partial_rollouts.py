@@ -131,8 +131,8 @@ def test_unfinished_groups_are_spread_over_the_devices():
     ("flags", "message"),
     [
         (["--rollout.partial", "4"], "4 of 4 groups cannot be carried over"),
-        (["--rollout.partial", "-1"], "-1 of 4 groups"),
-        (["--rollout.dynamic-sampling-rounds", "1"], "two would decide it"),
+        (["--rollout.partial", "-1"], "partial is -1"),
+        (["--rollout.dynamic-sampling-rounds", "1"], "both choose the groups"),
         (["--batch.staleness=1"], "older than the number says"),
     ],
 )
@@ -150,7 +150,7 @@ def test_rows_that_json_cannot_represent_are_refused():
 
 
 def test_algorithms_without_old_rollouts_refuse_them():
-    with pytest.raises(InputError, match="no older completions"):
+    with pytest.raises(InputError, match="only scored completions go on"):
         config.parse(["arithmetic_sft", "--rollout.partial", "1"])
     with pytest.raises(InputError, match="of the latest policy alone"):
         config.parse(["arithmetic_mini_llm", "--batch.staleness", "1"])

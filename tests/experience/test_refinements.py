@@ -61,7 +61,7 @@ def test_a_critique_follows_the_completion():
     [
         (["--rollout.likelihood.coef", "0.5"], "refinements are rewarded without it"),
         (["--rollout.dynamic-sampling-rounds", "2"], "before the solutions join them"),
-        (["--environment", "self_verify"], "cannot join conversations"),
+        (["--environment", "self_verify"], "beside completions of a single turn"),
     ],
 )
 def test_settings_that_refinements_would_not_see_are_refused(flags, error):

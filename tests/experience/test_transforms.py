@@ -13,7 +13,7 @@ from tests.fixtures.echo import TOKENIZER, EchoDecoding, digit, echo_engine, sco
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import SftConfig
 from tpu_rl.commands import run
-from tpu_rl.commands.checks.config_checks import check_training
+from tpu_rl.commands.checks.config_checks import check_algorithm
 from tpu_rl.errors import InputError
 from tpu_rl.experience import transforms
 from tpu_rl.experience.config import SamplingConfig
@@ -144,7 +144,7 @@ def test_transforms_of_other_experience_are_refused():
             return super().experience._replace(transforms=lambda tokenizer: ())
 
     with pytest.raises(InputError, match="learns from demonstrations"):
-        check_training([Odd()], SamplingConfig())
+        check_algorithm(Odd(), SamplingConfig())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -261,16 +262,16 @@ def test_what_needs_an_earlier_state_is_refused(flags, where, model_dir):
     """Before a device is claimed."""
     shares = [] if where == "--batch.share-prefixes" else ["--batch.no-share-prefixes"]
     wanted = config.parse([*flags, "--model.path", model_dir, *shares])
-    with pytest.raises(InputError, match="with linear attention do not go together") as refused:
+    with pytest.raises(InputError, match="a model with linear attention and") as refused:
         preflight.check(wanted)
     assert where in str(refused.value)
 
 
 def test_q_sharp_is_refused():
     wanted = config.parse(["arithmetic_grpo", "--batch.no-share-prefixes"])
-    specs = [QSharpConfig().experience]
-    with pytest.raises(InputError, match="Q# and a model with linear attention"):
-        config_checks.check_recurrence(wanted.batch, wanted.sampling, 1, False, specs)
+    wanted = replace(wanted, algorithm=QSharpConfig())
+    with pytest.raises(InputError, match="linear attention and the --algorithm Q#"):
+        config_checks.check_recurrence(wanted)
 
 
 def test_a_policy_guided_by_a_recurrent_q_is_refused():

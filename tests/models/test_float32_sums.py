@@ -47,7 +47,7 @@ def test_products_with_weights_are_float32_before_they_are_rounded(float32_sums,
 
 
 def test_what_does_not_sum_in_float32_is_refused():
-    with pytest.raises(InputError, match="float32 sums do not go together"):
+    with pytest.raises(InputError, match="--model.float32-sums do not go together"):
         configuration.parse(["grpo", "--model.float32-sums", "--model.exact-sampling"])
     config = configuration.parse(["grpo", "--model.float32-sums"])
     mesh = compose.make_mesh(config.mesh, jax.devices()[:1])

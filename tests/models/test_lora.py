@@ -313,9 +313,9 @@ def test_targets_may_have_our_names_or_those_of_peft(targets, expected):
         ({"rank": 4, "targets": ("qproj",)}, "qproj.*\n.*\n.*did you mean q_proj"),
         ({"rank": 11}, r"rank 11(.|\n)*k_proj has 10(.|\n)*1 to 10"),
         ({"rank": 0, "alpha": 3.0}, "without a rank"),
-        ({"rank": -1}, "rank -1"),
-        ({"rank": 2, "alpha": 0.0}, "alpha 0"),
-        ({"rank": 2, "targets": ()}, "at least one target"),
+        ({"rank": -1}, "rank is -1"),
+        ({"rank": 2, "alpha": 0.0}, "alpha is 0"),
+        ({"rank": 2, "targets": ()}, "nothing to adapt"),
     ],
 )
 def test_impossible_settings_are_named(settings, words):

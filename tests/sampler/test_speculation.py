@@ -325,7 +325,7 @@ def test_what_cannot_be_drafted_is_refused():
         {"model": "small"},
     ]
     for values in wrong:
-        with pytest.raises(InputError, match="Speculation."):
+        with pytest.raises(InputError, match="--sampling.speculation"):
             Speculation(**values)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from tests.fixtures import several
 from tpu_rl.commands import compose, config
-from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import from_scored
 from tpu_rl.losses.log_probs import token_log_probs
@@ -164,15 +163,10 @@ def test_bad_agents_are_one_message(context_of, file):
     changes = {
         "no function 'runn'": {"agent": f"{file}:runn"},
         "no such agent file": {"agent": "nowhere.py:run"},
-        "--environment does not go together": {"environment": "x.py:Y", "agent": f"{file}:once"},
-        "--batch.staleness does not": {
-            "batch": config.BatchConfig(staleness=1),
-            "agent": f"{file}:once",
-        },
     }
     for message, change in changes.items():
         with pytest.raises(InputError, match=message):
-            preflight.check_agent(dataclasses.replace(run_config, **change))
+            compose.agent(dataclasses.replace(run_config, **change))
 
 
 def test_rows_of_a_group_share_what_comes_before_their_first_actions():

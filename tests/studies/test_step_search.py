@@ -175,11 +175,11 @@ def test_log_probs_of_a_search_are_those_of_the_whole_text():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"judge": ""}, "without a judge"),
-        ({"search": None, "search_width": 2}, "settings of a search without one"),
-        ({"search": None, "step_end": "."}, "settings of a search without one"),
+        ({"judge": ""}, "search does nothing without judge"),
+        ({"search": None, "search_width": 2}, "does nothing without search"),
+        ({"search": None, "step_end": "."}, "does nothing without search"),
         ({"samples": 6}, "--search-width 4"),
-        ({"search_width": 1}, "--search-width 1"),
+        ({"search_width": 1}, "search_width is 1"),
         ({"step_end": ""}, "--step-end"),
     ],
 )

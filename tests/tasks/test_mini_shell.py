@@ -153,5 +153,5 @@ def test_the_tokenizer_has_a_token_for_each_word():
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(InputError, match="9 is no possible value"):
+    with pytest.raises(InputError, match="directories is 9"):
         MiniShellData(directories=9)

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import tyro
 import yaml
@@ -41,7 +41,7 @@ from tpu_rl.experience.config import (
 )
 from tpu_rl.models import LoraConfig
 from tpu_rl.plain_values import from_dict, to_dict
-from tpu_rl.rewards import RewardTerm, registry, terms
+from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import cluster, profiler
 from tpu_rl.runtime.watchdog import WatchdogConfig
@@ -110,7 +110,7 @@ class ModelConfig:
 class EvaluationConfig:
     rows: int = 500
     """Number of held-out problems; 0 turns evaluation off."""
-    interval: int = 10
+    interval: ranges.Count = 10
     """Steps between evaluations. There is always one before the first and one after the last step.
     """
     reward: str | None = None
@@ -123,7 +123,9 @@ class EvaluationConfig:
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness to measure, too, or YAML files of one task each, with at most
     --evaluation.rows examples of each; needs the extra [lm-eval]."""
-    apply_chat_template: bool = False
+    apply_chat_template: Annotated[bool, ranges.Needs("tasks", why="other data use it anyway")] = (
+        False
+    )
     """Ask these tasks by conversations, few-shot examples as earlier turns. Otherwise the model
     continues texts."""
     greedy: bool = True
@@ -141,16 +143,16 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class SamplesConfig:
-    interval: int = 1
+    interval: ranges.Count = 1
     """Steps between those whose completions samples.jsonl keeps. Step 1 is one of them."""
-    max_per_step: int = 32
+    max_per_step: ranges.CountOrNone = 32
     """Completions that it keeps of such a step: whole groups, evenly chosen over the batch; 0 keeps
     none."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    interval: int = 20
+    interval: ranges.Count = 20
     """Steps between checkpoints. A stage's last step has one, too."""
 
 
@@ -286,7 +288,7 @@ class ExperimentConfig:
     """FILE.py:FUNCTION, an async function of (row, base_url, api_key) that talks to the policy over
     HTTP, as to OpenAI's servers. Each completion is a call of it. What it returns is the reward;
     None leaves that to --reward."""
-    agent_seconds: float = 600.0
+    agent_seconds: ranges.Positive = 600.0
     """Time for one call of the agent. Its workers are those of --environment-limits."""
     allow_unsandboxed_code: bool = False
     """Run model-written programs (reward python_tests) unconfined if the kernel cannot confine
@@ -301,7 +303,7 @@ class ExperimentConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     phases: tuple[Phase, ...] = ()
     """The phases that the run begins with. `algorithm` takes the steps after the phases."""
-    steps: int = 100
+    steps: ranges.Count = 100
     seed: int = 0
     run_dir: str = ""
     """The folder of the run; runs/PRESET if empty. The same command on the same folder continues
@@ -369,65 +371,17 @@ class ExperimentConfig:
         return tuple(stages)
 
     def __post_init__(self):
-        config_checks.check_positive(
-            {
-                "--steps": self.steps,
-                "--checkpoint.interval": self.checkpoint.interval,
-                "--evaluation.interval": self.evaluation.interval,
-                "--samples.interval": self.samples.interval,
-                "--batch.prompts": self.batch.prompts,
-                "--batch.num-minibatches": self.batch.num_minibatches,
-                "--batch.ppo-epochs": self.batch.ppo_epochs,
-                "--sampling.max-new-tokens": self.sampling.max_new_tokens,
-                "--sampling.host-sync-steps": self.sampling.host_sync_steps,
-            }
-        )
-        config_checks.check_not_negative(
-            {
-                "--samples.max-per-step": self.samples.max_per_step,
-                "--batch.micro-batch-rows": self.batch.micro_batch_rows,
-            }
-        )
+        ranges.check_all(self)
         _ = self.reward_terms
         _ = self.evaluation.named_sets
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)
-        specs = [stage.algorithm.experience for stage in self.stages]
-        config_checks.check_sampling(self.sampling, self.batch, specs)
-        config_checks.check_rollouts(self.rollout, self.batch, specs)
-        is_judged = bool(self.reward or self.environment or self.agent)
-        config_checks.check_curriculum(self.rollout, specs, is_judged)
-        config_checks.check_thinking(
-            self.sampling, self.rollout, self.environment, self.agent, specs
-        )
-        algorithms = [stage.algorithm for stage in self.stages]
-        config_checks.check_replay(
-            self.rollout, self.sampling, self.environment, self.agent, algorithms
-        )
-        config_checks.check_overlong_penalty(self.agent, algorithms)
-        config_checks.check_observations(bool(self.environment or self.agent), algorithms)
-        config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
-        config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
-        config_checks.check_base_dtype(self.model.lora.base_dtype, self.sampling.weight_dtype)
-        if self.model.exact_sampling:
-            config_checks.check_exact_sampling(
-                self.sampling,
-                self.mesh.tensor,
-                self.mesh.context,
-                self.model.attention,
-                self.model.float32_sums,
-            )
+        config_checks.check_any(self)
 
     def require_recurrence(self) -> None:
         """Raise InputError if a setting does not fit a model with a recurrent state."""
-        config_checks.check_recurrence(
-            self.batch,
-            self.sampling,
-            self.mesh.context,
-            self.model.exact_sampling,
-            [stage.algorithm.experience for stage in self.stages],
-        )
+        config_checks.check_recurrence(self)
 
 
 # --- command line ---
@@ -663,41 +617,7 @@ def require_trainable(config: ExperimentConfig) -> None:
     Raises:
         InputError: if settings do not go together.
     """
-    ranges.check_all(config)
-    algorithms = [stage.algorithm for stage in config.stages]
-    specs = [algorithm.experience for algorithm in algorithms]
-    config_checks.check_training(algorithms, config.sampling)
-    config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
-    is_judged = bool(config.reward or config.environment or config.agent)
-    config_checks.check_opponent(specs, config.batch, config.rollout, is_judged)
-    config_checks.check_changing_sampler(
-        algorithms, config.batch, config.rollout, config.model.exact_sampling
-    )
-    config_checks.check_dynamic_sampling(config.rollout, config.batch, specs)
-    config_checks.check_added_rows(specs, config.environment or config.agent)
-    config_checks.check_variance_filter(config.rollout, config.batch, specs)
-    config_checks.check_likelihood(
-        config.rollout,
-        config.batch,
-        algorithms,
-        config.reward_names,
-        config.environment,
-        config.agent,
-    )
-    config_checks.check_hints(config.rollout, specs, config.environment, config.agent)
-    config_checks.check_constraints(
-        config.rollout,
-        specs,
-        terms.names_of(registry.displayed(config.reward_terms)),
-    )
-    config_checks.check_normalized_rewards(
-        config.rollout,
-        config.batch,
-        specs,
-        config.reward,
-        config.environment,
-        config.agent,
-    )
+    config_checks.check_training(config)
 
 
 def _presets() -> dict[str, Callable[[], ExperimentConfig]]:

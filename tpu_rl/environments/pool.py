@@ -31,10 +31,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tpu_rl import user_code
+from tpu_rl import ranges, user_code
 from tpu_rl.environments import contract, named, observations, worker_process
 from tpu_rl.environments.contract import Description, Factories, Factory
 from tpu_rl.errors import InputError, MachineError
+from tpu_rl.ranges import CountOrNone, NotNegative, Positive
 from tpu_rl.runtime import workers
 
 START_SECONDS = 120.0
@@ -49,41 +50,22 @@ WRITE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class EnvironmentLimits:
+class EnvironmentLimits(ranges.Checked):
     """The workers of environments, and their limits."""
+
+    FLAG = "--environment-limits"
 
     isolate: bool = True
     """Run environments in processes of their own. Without it, they share the run's process, and no
     limit applies."""
-    workers: int = 0
+    workers: CountOrNone = 0
     """Number of worker processes; 0 for one a core, at most 8."""
-    reset_seconds: float = 60.0
+    reset_seconds: Positive = 60.0
     """Time for `reset`, and for making an instance."""
-    call_seconds: float = 30.0
+    call_seconds: Positive = 30.0
     """Time for the tools of a turn, for `step` and for `get_reward`."""
-    memory_gb: float = 8.0
+    memory_gb: NotNegative = 8.0
     """Address space of each worker; 0 for no limit."""
-
-    def __post_init__(self):
-        for name, value in (
-            ("reset-seconds", self.reset_seconds),
-            ("call-seconds", self.call_seconds),
-        ):
-            if not value > 0:
-                raise InputError(
-                    f"the time limit is {value} s",
-                    where=f"--environment-limits.{name}",
-                    why="an environment needs some time",
-                    fix="use more than 0",
-                )
-        for name, value in (("workers", self.workers), ("memory-gb", self.memory_gb)):
-            if value < 0:
-                raise InputError(
-                    f"--environment-limits.{name} is {value}",
-                    where=f"--environment-limits.{name}",
-                    why="it cannot be negative",
-                    fix="use more than 0, or 0 for the default",
-                )
 
     @property
     def num_workers(self) -> int:

@@ -8,37 +8,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from tpu_rl import sampler
-from tpu_rl.errors import InputError
-from tpu_rl.ranges import Count, CountOrNone, In, Positive, Share
+from tpu_rl import ranges, sampler
+from tpu_rl.ranges import Count, CountOrNone, In, Needs, Positive, Share
 from tpu_rl.sampler import Speculation, Thinking
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
 
 
 @dataclass(frozen=True)
-class FlipConfig:
+class FlipConfig(ranges.Checked):
     """Training rows whose labels are turned around, to see what wrong labels do."""
 
-    share: float = 0.0
+    FLAG = "--data.flip"
+    share: Share = 0.0
     """Turn around this share of the labels: chosen and rejected, `label`, or numbers in `answer`.
     Held-out rows keep theirs. 0 is off."""
-    where: str = ""
+    where: Annotated[str, Needs("share")] = ""
     """Only of rows with this text in their column `column`; capitals do not matter."""
-    column: str = "prompt"
+    column: Annotated[str, Needs("share")] = "prompt"
     """The column with that text, such as one that names the topic."""
-    seed: int = 0
+    seed: Annotated[int, Needs("share")] = 0
     """Decides with the row alone which labels these are; --seed does not."""
-
-    def __post_init__(self):
-        selects = bool(self.where or self.seed) or self.column != "prompt"
-        if not 0 <= self.share <= 1 or (selects and not self.share):
-            raise InputError(
-                f"--data.flip.share is {self.share:g}",
-                where="--data.flip",
-                why="it is a share of the labels, above 0 if another flag of --data.flip is given",
-                fix="as in --data.flip.share 0.5 --data.flip.where politics",
-            )
 
 
 DataFormat = Literal["plain", "code", "gsm8k", "gsm8k_solutions"]
@@ -111,20 +101,20 @@ DataConfig = Any
 
 @dataclass(frozen=True)
 class BatchConfig:
-    prompts: int = 32
+    prompts: Count = 32
     """Prompts, or demonstrations, per step of the run."""
     group_size: int = 8
     """Completions per prompt; 1 for demonstrations."""
-    staleness: int = 0
+    staleness: CountOrNone = 0
     """Sample each batch so many steps before the step that learns from it, while other processes
     compute the rewards of the batches before it. 0: rollouts are on-policy."""
-    num_minibatches: int = 1
+    num_minibatches: Count = 1
     """Optimizer steps per pass over the batch."""
-    ppo_epochs: int = 1
+    ppo_epochs: Count = 1
     """Passes over the batch."""
     row_length: int = 512
     """Tokens per packed row."""
-    micro_batch_rows: int = 8
+    micro_batch_rows: CountOrNone = 8
     """Packed rows in memory at once, over all devices. It is rounded up to a number that the
     devices can share. 0: 4, or a thirty-second of a step of full length if that is more, or as
     many as fit in memory if that is less; where the memory of a device is not known, as on CPUs, 4.
@@ -177,10 +167,10 @@ class CurriculumConfig:
     pass_rate: tuple[float, float] = (0.0, 1.0)
     """Draw rows of which this share of completions passed when they were last sampled, both ends
     included, and rows that were not sampled yet."""
-    impact: float | None = None
+    impact: Annotated[float, In("(-inf, 1]")] | None = None
     """Pass over rows whose learning impact (LIM, at most 1) is lower; LIMR uses 0.6. It says how
     closely a row's pass rates follow the mean of all rows, from its second time on."""
-    refresh: int = 4
+    refresh: CountOrNone = 4
     """Sample a row again that has been passed over so many times; 0: never."""
     start: tuple[float, float] = (0.0, 0.0)
     """Let prompts end with the first part of the row's solution: this share of it at first, falling
@@ -206,7 +196,9 @@ class RolloutConfig:
     dynamic_sampling_rounds: int = 0
     """Dynamic sampling (DAPO): the largest number of further batches that are sampled to replace
     groups whose rewards are all equal. 0 turns it off."""
-    dynamic_sampling_size: Literal["batch", "needed"] = "batch"
+    dynamic_sampling_size: Annotated[
+        Literal["batch", "needed"], Needs("dynamic_sampling_rounds", when="needed")
+    ] = "batch"
     """Prompts of such a further batch: as many as in a batch, or a quarter, a half or all of that,
     whichever holds as many as the share of informative groups so far says are needed."""
     keep_variance_share: Annotated[float, In("(0, 1]")] = 1.0
@@ -227,7 +219,7 @@ class RolloutConfig:
     constraint_rate: Positive = 0.01
     """Change of a multiplier per batch and unit beyond the limit. A length is in tokens: 0.0001 to
     0.001 suits it."""
-    partial: int = 0
+    partial: CountOrNone = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every
     --sampling.host-sync-steps tokens."""
@@ -240,14 +232,14 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class SamplingConfig:
     max_prompt_tokens: int = 256
-    max_new_tokens: int = 256
+    max_new_tokens: Count = 256
     """Length limit of a completion. With --environment it counts all turns of an episode, and what
     the environment answers. With --agent it is that of one answer, and conversations have this and
     `max_prompt_tokens` together."""
-    max_turns: int = 8
+    max_turns: Count = 8
     """Turns of the policy in an episode. Only with --environment; with --agent, the calls of the
     policy that an episode may make."""
-    max_observation_tokens: int = 256
+    max_observation_tokens: Count = 256
     """Tokens of one answer of the environment. See `long_observations`."""
     long_observations: Literal["cut", "refuse"] = "cut"
     """Longer answers are cut, and end with "...[cut]"; or they are faults of their episodes."""
@@ -282,11 +274,11 @@ class SamplingConfig:
     number. Decoding then gathers no weights. By default the smallest number is chosen whose weights
     and cache fit; where the memory of a device is not known, as on CPUs, train-mesh. train-mesh:
     sample on the run's mesh, and gather weights that it shards over fsdp for every token."""
-    devices: int = 0
+    devices: CountOrNone = 0
     """Devices that only sample, the last ones: the next batch is sampled on them during the update
     on the others, with --batch.staleness of at least 1. The weights are copied to them before each
     update. 0: all devices sample, and then all of them learn."""
-    host_sync_steps: int = 128
+    host_sync_steps: Count = 128
     """Decode steps between two visits of the host, which starts the rewards of complete groups and
     looks for stop strings."""
     speculation: Speculation = Speculation()

@@ -11,14 +11,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.models.layers import ACTIVATIONS, RopeConfig
 from tpu_rl.models.vision import config as vision_config
+from tpu_rl.ranges import CountOrNone, Needs, Positive
 
 WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "embedding": ("vocab", "embed"),
@@ -246,28 +248,30 @@ def nf4_block(size: int) -> int:
 
 
 ALL_LINEAR = "all-linear"
+NEEDS_RANK = Needs("rank", why="without a rank there are no adapters; 8 to 64 are usual")
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(ranges.Checked):
     """Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + scale (x A) B.
 
     W is frozen; A and B are trained. With `alpha` fixed, the best learning rate hardly depends on
     the rank, and is about ten times that of full fine-tuning.
     """
 
-    rank: int = 0
+    FLAG = "--model.lora"
+    rank: CountOrNone = 0
     """Number of columns of A and of rows of B. 0: no adapters, all weights are trained."""
-    alpha: float = 32.0
+    alpha: Annotated[Positive, NEEDS_RANK] = 32.0
     """The scale is alpha / rank."""
-    rslora: bool = False
+    rslora: Annotated[bool, NEEDS_RANK] = False
     """Use the scale alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
-    base_dtype: Literal["unquantized", WeightDtype] = "unquantized"
+    base_dtype: Annotated[Literal["unquantized", WeightDtype], NEEDS_RANK] = "unquantized"
     """The type of the frozen matrices under the adapters. "int8" and "float8_e4m3fn" have one scale
     per output, "nf4" one per 64 inputs and output: a half and 27 % of bfloat16's memory (QLoRA,
     arXiv 2305.14314, without its second quantization, of the scales). The reference model and the
     sampler read the same matrices. Embeddings, the unembedding, norms and routers stay whole."""
-    targets: tuple[str, ...] = (ALL_LINEAR,)
+    targets: Annotated[tuple[str, ...], NEEDS_RANK] = (ALL_LINEAR,)
     """Matrices to adapt. "all-linear" means every matrix of every layer except those of experts.
     Other names are those of PEFT (q_proj) or of this library (query, key, value, output, gate, up,
     down), and lm_head if it is not tied to the embedding. In a mixture of experts, gate, up and
@@ -279,21 +283,10 @@ class LoraConfig:
         return None if self.base_dtype == "unquantized" else self.base_dtype
 
     def __post_init__(self):
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        if not self.rank and vars(self) != defaults | {"rank": self.rank}:
+        super().__post_init__()
+        if not self.targets:
             raise InputError(
-                "LoRA has settings but no rank",
-                where="--model.lora.rank",
-                why="without a rank there are no adapters, so the other settings have no effect",
-                fix="give a rank; 8 to 64 are usual",
-            )
-        if self.rank < 0 or not 0 < self.alpha < float("inf") or not self.targets:
-            raise InputError(
-                f"LoRA with rank {self.rank}, alpha {self.alpha:g} and targets "
-                f"{list(self.targets)}",
-                where="--model.lora",
-                fix="use a rank of 1 or more (0: no adapters), an alpha above 0, and at least one "
-                "target",
+                "there is nothing to adapt", where="--model.lora.targets", fix="all-linear"
             )
 
     @property

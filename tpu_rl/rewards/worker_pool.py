@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_rl import user_code
+from tpu_rl import ranges, user_code
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import NotNegative, Positive, Share
 from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.runtime import workers
@@ -35,48 +36,23 @@ MAX_VALUE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class RewardLimits:
+class RewardLimits(ranges.Checked):
     """Limits of FILE.py:function rewards."""
+
+    FLAG = "--reward-limits"
 
     isolate: bool = True
     """Run the function in a process of its own. Without it, the function shares the run's process,
     and only fault_share applies."""
-    batch_seconds: float = 300.0
+    batch_seconds: Positive = 300.0
     """Time for the rewards of one batch; up to twice as long if groups are scored as they end. A
     call that has not returned after half of its time is stopped and repeated row by row."""
-    row_seconds: float = 10.0
+    row_seconds: Positive = 10.0
     """Time for one completion, if the function is called row by row."""
-    memory_gb: float = 8.0
+    memory_gb: NotNegative = 8.0
     """Address space of the process; 0 for no limit."""
-    fault_share: float = 0.5
+    fault_share: Share = 0.5
     """Stop the run if rewards fail on more than this share of a batch's completions."""
-
-    def __post_init__(self):
-        for name, value in (
-            ("batch-seconds", self.batch_seconds),
-            ("row-seconds", self.row_seconds),
-        ):
-            if not value > 0:
-                raise InputError(
-                    f"the time limit is {value} s",
-                    where=f"--reward-limits.{name}",
-                    why="a reward function needs some time",
-                    fix="use more than 0",
-                )
-        if not 0 <= self.fault_share <= 1:
-            raise InputError(
-                f"the largest share of faults is {self.fault_share}",
-                where="--reward-limits.fault-share",
-                why="it is a share of a batch's completions",
-                fix="use 0 to 1",
-            )
-        if self.memory_gb < 0:
-            raise InputError(
-                f"the memory limit is {self.memory_gb} GB",
-                where="--reward-limits.memory-gb",
-                why="memory cannot be negative",
-                fix="use more than 0, or 0 for no limit",
-            )
 
 
 class Worker:

@@ -194,17 +194,6 @@ def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     return metrics
 
 
-def require_tasks(names: Sequence[str]) -> None:
-    """Raise InputError if there are no tasks to apply a chat template to."""
-    if not names:
-        raise InputError(
-            "--apply-chat-template without tasks of lm-evaluation-harness",
-            where="--apply-chat-template",
-            why="other data use the model's chat template whenever it has one",
-            fix="add --tasks (--evaluation.tasks in training), or leave it out",
-        )
-
-
 def require_chat_template(tokenizer: Tokenizer) -> None:
     """Raise InputError if the tokenizer cannot render conversations."""
     if not tokenizer.has_chat_template:

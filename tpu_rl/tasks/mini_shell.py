@@ -25,12 +25,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
+from tpu_rl import ranges
 from tpu_rl.environments.task import Task
-from tpu_rl.errors import InputError
+from tpu_rl.ranges import In, Share
 
 DIRECTORIES = ("bin", "doc", "etc", "lib", "src", "tmp", "usr", "var")
 FILES = (
@@ -350,33 +351,18 @@ def draw(config: MiniShellData, generator: np.random.Generator) -> Problem:
 
 
 @dataclass(frozen=True)
-class MiniShellData:
+class MiniShellData(ranges.Checked):
     """Tasks for a shell; training and evaluation never share one."""
 
-    directories: int = 3
-    files: int = 4
-    max_parts: int = 2
+    FLAG = "--data"
+    directories: Annotated[int, In(f"[2, {len(DIRECTORIES)}]")] = 3
+    files: Annotated[int, In(f"[1, {len(FILES) // 2}]")] = 4
+    max_parts: Annotated[int, In("[1, 3]")] = 2
     """A task has 1 to so many parts."""
-    looks: float = 0.25
+    looks: Share = 0.25
     """Demonstrations: the probability of looking where a file is, and not guessing."""
-    forgets: float = 0.3
+    forgets: Share = 0.3
     """Demonstrations: the probability of leaving before the last of several parts."""
-
-    def __post_init__(self):
-        limits = {
-            "directories": (self.directories, 2, len(DIRECTORIES)),
-            "files": (self.files, 1, len(FILES) // 2),
-            "max-parts": (self.max_parts, 1, 3),
-            "looks": (self.looks, 0, 1),
-            "forgets": (self.forgets, 0, 1),
-        }
-        for name, (value, low, high) in limits.items():
-            if not low <= value <= high:
-                raise InputError(
-                    f"{value} is no possible value",
-                    where=f"--data.{name}",
-                    fix=f"give a number from {low} to {high}",
-                )
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
+from tpu_rl import ranges
 from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
 from tpu_rl.tasks import arithmetic
 
@@ -49,15 +51,16 @@ LONGEST = 200
 
 
 @dataclass(frozen=True)
-class PuzzlesData:
+class PuzzlesData(ranges.Checked):
     """Puzzles of one or several kinds, made as needed; training and evaluation never share one."""
 
+    FLAG = "--data"
     kinds: tuple[str, ...] = ("countdown",)
     """Any of countdown, traced_value, traced_next, graph_path, masked_step and ordered_steps. Row i
     is of kind i modulo their number."""
-    size: int = 4
+    size: Annotated[int, In("[3, 8]")] = 4
     """Numbers of countdown, terms of expressions, statements of programs, nodes of graphs."""
-    backtracks: int = 0
+    backtracks: Annotated[int, In("[0, 20]")] = 0
     """countdown: attempts of the solution that fail before the last one."""
     corrupt: bool = False
     """countdown: results of those attempts are random numbers."""
@@ -65,18 +68,13 @@ class PuzzlesData:
     """True if a prompt is a message of the user, False if it is a text to continue."""
 
     def __post_init__(self):
+        super().__post_init__()
         unknown = [kind for kind in self.kinds if kind not in KINDS]
         if unknown or not self.kinds:
             raise InputError(
                 f"no puzzle is called {', '.join(unknown) or 'nothing'}",
                 where="--data.kinds",
                 fix=f"use any of {', '.join(KINDS)}",
-            )
-        if not 3 <= self.size <= 8 or not 0 <= self.backtracks <= 20:
-            raise InputError(
-                f"size {self.size} with {self.backtracks} backtracks is impossible",
-                where="--data.size, --data.backtracks",
-                fix="use 3 to 8, and 0 to 20",
             )
 
 

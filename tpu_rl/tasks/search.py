@@ -27,12 +27,13 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from tpu_rl import ranges
 from tpu_rl.environments.task import Task
-from tpu_rl.errors import InputError
+from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import Verifier
 from tpu_rl.tasks.adapters import require
 
@@ -184,18 +185,11 @@ VERIFIERS = {
 
 
 @dataclass(frozen=True)
-class SearchData:
+class SearchData(ranges.Checked):
     """Questions of two hops over bases of facts; training and evaluation never share a base."""
 
-    bases: int = 64
-
-    def __post_init__(self):
-        if not 1 <= self.bases <= EVALUATION_BASES:
-            raise InputError(
-                f"{self.bases} bases are impossible",
-                where="--data.bases",
-                fix=f"give a number from 1 to {EVALUATION_BASES}",
-            )
+    FLAG = "--data"
+    bases: Annotated[int, In(f"[1, {EVALUATION_BASES}]")] = 64
 
 
 @dataclass(frozen=True)

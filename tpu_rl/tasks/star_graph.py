@@ -15,34 +15,31 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from tpu_rl import ranges
 from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import Verifier
 
 
 @dataclass(frozen=True)
-class StarGraph:
+class StarGraph(ranges.Checked):
     """The graphs that can occur."""
 
-    degree: int = 2
+    FLAG = "--data"
+    degree: Annotated[int, In("[2, inf)")] = 2
     """Branches that leave the center."""
-    length: int = 5
+    length: Annotated[int, In("[2, inf)")] = 5
     """Nodes of the path, center and goal included."""
     nodes: int = 50
     """Names of nodes: 0 to nodes - 1, none twice in a graph."""
 
     def __post_init__(self):
-        if self.degree < 2 or self.length < 2:
-            raise InputError(
-                f"a star graph of degree {self.degree} and length {self.length} is impossible",
-                where="degree, length",
-                why="it has 2 branches or more, and a path of 2 nodes or more",
-                fix="use at least 2 for both",
-            )
+        super().__post_init__()
         if self.nodes < self.num_nodes:
             raise InputError(
                 f"{self.nodes} names are too few for {self.num_nodes} nodes",

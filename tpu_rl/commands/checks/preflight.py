@@ -24,7 +24,7 @@ from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files, 
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos.grpo import GrpoConfig
 from tpu_rl.commands import compose, micro_batches, roles
-from tpu_rl.commands.checks import config_checks, row_checks
+from tpu_rl.commands.checks import row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
@@ -81,7 +81,8 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
     check_environment(config, rows)
-    check_agent(config)
+    if config.agent:
+        compose.agent(config)  # It loads.
     if config.evaluation.tasks:
         wings.MODULES["harness"].load_tasks(config.evaluation.tasks)
     check_sampler_devices(config)
@@ -98,9 +99,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     warnings += check_param_dtype(config, model)
     tokenizer = roles.load_tokenizer(config, directory)
     if config.evaluation.apply_chat_template:
-        harness = wings.MODULES["harness"]
-        harness.require_tasks(config.evaluation.tasks)
-        harness.require_chat_template(tokenizer)
+        wings.MODULES["harness"].require_chat_template(tokenizer)
     check_thoughts(config, tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
@@ -369,24 +368,16 @@ def _learns_messages(stage: Stage) -> bool:
 def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> None:
     """Print what ends a thought, where an algorithm weighs thoughts.
 
-    Raises InputError if nothing ends them, or completions have several turns.
+    Raises InputError if nothing ends them.
     """
     algorithms = [stage.algorithm for stage in config.stages]
-    weighing = [a for a in algorithms if isinstance(a, GrpoConfig) and a.thought_weight != 1]
-    where = "--algorithm.thought-weight"
-    if weighing and (config.environment or config.agent):
-        raise InputError(
-            "turns of a conversation have no phases",
-            where=f"{where}, --environment, --agent",
-            fix="leave one of them out",
-        )
-    for algorithm in weighing:
+    for algorithm in (a for a in algorithms if isinstance(a, GrpoConfig) and a.thought_weight != 1):
         if not algorithm.thought_end:
             close = config.sampling.thinking.close
             ids = " ".join(map(str, tokenizer.encode(close, special=True)))
             raise InputError(
                 "nothing says where a thought ends",
-                where=where,
+                where="--algorithm.thought-weight",
                 fix=f"give the ids of its end: {close} is --algorithm.thought-end {ids}",
             )
         text = tokenizer.decode(list(algorithm.thought_end), skip_special=False)
@@ -502,49 +493,6 @@ def require_reward(config: ExperimentConfig) -> None:
         )
 
 
-WITH_AGENTS: set[SourceName] = {"rollouts", "accepted", "pairs"}
-"""Sources whose completions may be episodes of agents."""
-
-
-def check_agent(config: ExperimentConfig) -> None:
-    """Check the agent of a run.
-
-    Raises InputError if it does not load, or does not go together with other settings.
-    """
-    if not config.agent:
-        return
-    others = {
-        "--environment": bool(config.environment),
-        "--rollout.partial": bool(config.rollout.partial),
-        "--batch.staleness": bool(config.batch.staleness),
-        "--evaluation.turns": bool(config.evaluation.turns),
-    }
-    for flag, is_given in others.items():
-        if is_given:
-            raise InputError(
-                f"{flag} does not go together with --agent",
-                where=f"{flag}, --agent",
-                why="an agent is a program of its own, whose episodes begin and end in one rollout",
-                fix=f"leave out {flag}",
-            )
-    for stage in config.stages:
-        if stage.algorithm.experience.source not in WITH_AGENTS:
-            raise InputError(
-                "the algorithm does not learn from episodes of agents",
-                where="--agent",
-                why=f"its experience is {stage.algorithm.experience.source}",
-                fix="choose one that learns from rewards, such as grpo",
-            )
-    if not config.agent_seconds > 0:
-        raise InputError(
-            f"--agent-seconds is {config.agent_seconds}",
-            where="--agent-seconds",
-            fix="use more than 0",
-        )
-    config_checks.check_positive({"--sampling.max-turns": config.sampling.max_turns})
-    compose.agent(config)
-
-
 def check_sampler_devices(config: ExperimentConfig) -> None:
     """Raise InputError if a run of several processes wants devices that only sample."""
     if config.sampling.devices and processes.count() > 1:
@@ -569,13 +517,6 @@ def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
     environment = compose.environment(config)
     if environment is None:
         return
-    if config.rollout.partial:
-        raise InputError(
-            "partial rollouts do not go together with an environment",
-            where="--rollout.partial, --environment",
-            why="an unfinished episode would need the state of its environment in checkpoints",
-            fix="leave out --rollout.partial",
-        )
     sources = {stage.algorithm.experience.source for stage in config.stages}
     others = sorted(sources - CONVERSING)
     only_evaluates = sources == {"demonstrations"} and config.evaluation.rows > 0
@@ -586,12 +527,6 @@ def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
             why=f"its experience is {' and '.join(others)}",
             fix="choose one that samples, such as grpo, or leave out --environment",
         )
-    config_checks.check_positive(
-        {
-            "--sampling.max-turns": config.sampling.max_turns,
-            "--sampling.max-observation-tokens": config.sampling.max_observation_tokens,
-        }
-    )
     # With several classes, each has its own rows, and rows may lack the columns of other classes.
     if rows and len(environment.pool.descriptions) == 1:
         environment.pool.require_columns(rows[0])

@@ -20,7 +20,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpu_rl import models, sampler
+from tpu_rl import models, ranges, sampler
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, evaluators, held_out_judges, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
@@ -47,6 +47,7 @@ from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.experience.rows import tasks
+from tpu_rl.ranges import Conflicts, Count, In, Needs, Positive
 from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Scorer
 from tpu_rl.runtime import compilation_cache
@@ -62,6 +63,10 @@ FILE_REWARD = "gsm8k"
 """The reward for a model and --data.path whose rows have a column `answer`, if none is named."""
 
 
+OF_PATH = Needs("path", why="it describes the data of --data.path")
+ONE_NUMBER = "it reports one number for all prompts, of completions that the model alone samples"
+
+
 @dataclass(frozen=True)
 class DataFlags:
     chat: Literal["auto", "always", "never"] | None = None
@@ -72,15 +77,15 @@ class DataFlags:
     path: str | None = None
     """Problems to answer: files, a saved dataset, or a name of the hub, as in training. The
     default is the preset's or run's own held-out problems."""
-    split: str | None = None
+    split: Annotated[str | None, OF_PATH] = None
     """The split of --data.path, if that is a saved dataset or a name of the hub."""
-    config: str | None = None
+    config: Annotated[str | None, OF_PATH] = None
     """The configuration of --data.path, if that is a name of the hub."""
-    format: DataFormat | None = None
+    format: Annotated[DataFormat | None, OF_PATH] = None
     """The columns of --data.path, as in training: plain has `prompt` and what the reward reads,
     code also `tests`, gsm8k `question` and `answer`, gsm8k_solutions `question` and `ground_truth`.
     The default is that of the preset or run."""
-    columns: tuple[str, ...] | None = None
+    columns: Annotated[tuple[str, ...] | None, OF_PATH] = None
     """Other names of columns of --data.path, as in training: NAME=COLUMN. The default is the
     preset's or run's."""
     templates: tuple[str, ...] = ()
@@ -114,46 +119,53 @@ class Flags:
     stop_strings: tuple[str, ...] | None = None
     """The texts that end a turn. The default are the preset's or run's; with --environment ""
     there are none."""
-    rows: int | None = None
+    rows: Count | None = None
     """The largest number of problems. The default is all of --data.path, or as many as the preset
     or run evaluates."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness, or YAML files of one task each; needs the extra [lm-eval].
     --rows is then the largest number of examples of a task."""
-    apply_chat_template: bool = False
+    apply_chat_template: Annotated[bool, Needs("tasks", why="other data use it anyway")] = False
     """--tasks: ask by conversations, few-shot examples as earlier turns; for instruction-tuned
     models. Otherwise the model continues texts."""
-    max_length: int | None = None
+    max_length: Annotated[Annotated[int, In("[2, inf)")] | None, Needs("tasks")] = None
     """--tasks: tokens of a text. The default is what the model was trained for, at most 4096."""
-    samples: int = 1
+    samples: Count = 1
     """Completions per problem, at --temperature."""
-    temperature: float = 1.0
+    temperature: Annotated[float, In("(0, inf)", fix="--greedy takes the likeliest token")] = 1.0
     greedy: bool = False
     """Evaluate only the most likely completion of each problem."""
     max_new_tokens: int | None = None
     """The largest number of tokens of a completion. The default is the preset's or run's."""
-    judge: str = ""
+    judge: Annotated[str, Conflicts("greedy", "guide", why="it chooses among sampled answers")] = ""
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
-    search: Literal["beam", "dvts"] | None = None
+    search: Annotated[
+        Literal["beam", "dvts"] | None,
+        Needs("judge", why="it scores the beginnings of answers after each step"),
+    ] = None
     """Find the --samples completions step by step: after each step --judge keeps the best
     beginnings of a problem (beam), or the best one of each tree (dvts), one of --search-width."""
-    search_width: int = 4
+    search_width: Annotated[int, In("[2, inf)"), Needs("search")] = 4
     """--search: how many continuations of each beginning are sampled; a divisor of --samples."""
-    step_end: str = "\n"
+    step_end: Annotated[str, Needs("search")] = "\n"
     """--search: the text that ends a step; \\n is a new line."""
-    kl_to: str | None = None
+    kl_to: Annotated[
+        str | None, Conflicts("temperature", "greedy", "search", "data.templates", why=ONE_NUMBER)
+    ] = None
     """Report the KL divergence per token of the model to this model or run, on --samples
     completions of each problem at temperature 1."""
-    target_entropy: float | None = None
+    target_entropy: Annotated[
+        Positive | None, Conflicts("greedy", "guide", "data.templates", why=ONE_NUMBER)
+    ] = None
     """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
-    guide: str | None = None
+    guide: Annotated[str | None, Conflicts("data.templates", why=ONE_NUMBER)] = None
     """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
     completions."""
-    kl_coef: tuple[float, ...] = ()
+    kl_coef: tuple[Annotated[float, In("(0, inf]")], ...] = ()
     """eta, in units of return per nat: small values guide strongly. The default is the run's."""
-    candidate_mass: float | None = None
+    candidate_mass: Annotated[Annotated[float, In("(0, 1]")] | None, Needs("guide")] = None
     """With --guide: score only the likeliest candidates that have this share of the model's
     probability together, which is faster. The default is the run's."""
     baseline: tuple[Literal["cd", "fudge"], ...] = ()
@@ -211,32 +223,12 @@ def main(argv: list[str]) -> int:
 
 
 def check(flags: Flags) -> None:
-    """Check the numbers among the flags.
+    """Check the flags before anything is loaded.
 
     Raises:
-        InputError: if one is out of range.
+        InputError: if one is out of range, or they do not go together.
     """
-    for name, value in (("--samples", flags.samples), ("--rows", flags.rows)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
-    if flags.temperature <= 0:
-        fix = "use --greedy for the most likely completion"
-        raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
-    target = flags.target_entropy
-    if target is not None and (not target > 0 or flags.greedy or flags.guide):
-        raise InputError(
-            f"--target-entropy {target:g}",
-            where="--target-entropy",
-            why="it is that of sampled completions of the model alone",
-            fix="use a number above 0 such as 0.3, without --greedy and --guide",
-        )
-    if flags.kl_to is not None and (flags.temperature != 1 or flags.greedy or flags.search):
-        raise InputError(
-            "--kl-to with another distribution than the model's own",
-            where="--kl-to",
-            why="it is an expectation over completions that the model itself samples",
-            fix="leave out --temperature, --greedy and --search",
-        )
+    ranges.check_all(flags)
     for template in flags.data.templates:
         if "{prompt}" not in template:
             raise InputError(
@@ -244,89 +236,33 @@ def check(flags: Flags) -> None:
                 where="--data.templates",
                 fix="write {prompt} into each template",
             )
-    alone = flags.kl_to is None and target is None and not flags.guide
-    if flags.data.templates and not alone:
-        raise InputError(
-            "several templates with --kl-to, --target-entropy or --guide",
-            where="--data.templates",
-            why="these report one number for all prompts",
-            fix="leave the templates out, or measure them alone",
-        )
-    if flags.judge and (flags.samples < 2 or flags.greedy or flags.guide):
+    if flags.judge and flags.samples < 2:
         raise InputError(
             "a judge has nothing to choose from",
             where="--judge, --samples",
-            why="it chooses among several sampled completions of the model alone",
-            fix="use --samples 8, without --greedy and --guide",
+            why="it chooses among several sampled completions",
+            fix="use --samples 8",
         )
-    width = flags.search_width
-    samples = flags.samples
-    fix = "use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4"
-    if flags.search and not flags.judge:
+    if flags.search and (flags.samples % flags.search_width or not flags.step_end):
         raise InputError(
-            f"--search {flags.search} without a judge",
-            where="--search",
-            why="--judge scores the beginnings of answers after each step",
-            fix=fix,
-        )
-    if flags.search and not (1 < width <= samples and samples % width == 0):
-        raise InputError(
-            f"--search {flags.search} with --samples {samples} and --search-width {width}",
-            where="--search",
+            f"--search {flags.search} with --samples {flags.samples} and --search-width "
+            f"{flags.search_width}",
+            where="--search, --step-end",
             why="--judge keeps samples / width beginnings of each problem, and each goes on in "
-            "`width` ways",
-            fix=fix,
+            "`width` ways to the next --step-end",
+            fix="use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4, and a text",
         )
-    if not flags.search and (width, flags.step_end) != (Flags.search_width, Flags.step_end):
-        raise InputError(
-            "settings of a search without one",
-            where="--search-width, --step-end",
-            fix="add --search beam or --search dvts, or leave them out",
-        )
-    if flags.search and not flags.step_end:
-        raise InputError("--step-end is empty", where="--step-end", fix="name a text such as a dot")
-    if flags.max_length is not None and not (flags.tasks and flags.max_length >= 2):
-        fix = "use at least 2, with --tasks"
-        raise InputError(f"--max-length is {flags.max_length}", where="--max-length", fix=fix)
-    if flags.apply_chat_template:
-        harness.require_tasks(flags.tasks)
     if flags.tasks:
-        defaults = Flags("")
         ours = ("model", "rows", "tasks", "apply_chat_template", "max_length", "tokenizer", "seed")
-        other = [
-            name
-            for name in Flags.__dataclass_fields__
-            if name not in ours and getattr(flags, name) != getattr(defaults, name)
-        ]
-        if other:
+        others = [name for name in Flags.__dataclass_fields__ if name not in ours]
+        other = next((name for name in others if ranges.is_set(flags, name)), None)
+        if other is not None:
             raise InputError(
-                f"--{other[0].replace('_', '-')} does not go together with --tasks",
+                f"--{other.replace('_', '-')} does not go together with --tasks",
                 where="--tasks",
                 why="a task has its own data, prompts and judgment",
                 fix="leave it out",
             )
-    for name in ("format", "columns", "split", "config"):
-        if getattr(flags.data, name) is not None and flags.data.path is None:
-            raise InputError(
-                f"--data.{name} without a file",
-                where=f"--data.{name}",
-                why="it describes the data of --data.path",
-                fix="add --data.path, or drop it",
-            )
-    if any(not kl_coef > 0 for kl_coef in flags.kl_coef):
-        raise InputError(
-            f"--kl-coef {flags.kl_coef}",
-            where="--kl-coef",
-            fix="use numbers above 0; inf is the model alone",
-        )
-    mass = flags.candidate_mass
-    if mass is not None and not (flags.guide and 0 < mass <= 1):
-        raise InputError(
-            f"--candidate-mass {mass:g}" + ("" if flags.guide else " without --guide"),
-            where="--candidate-mass",
-            why="it is a share of the candidates that the q of --guide scores",
-            fix="use --guide, and a number above 0 and at most 1",
-        )
 
 
 def load_settings(flags: Flags) -> ExperimentConfig:
