@@ -55,6 +55,7 @@ from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.runtime import segments
 from tpu_rl.runtime.segments import Segment
 from tpu_rl.runtime.worker_child import as_number, shorten
+from tpu_rl.wings import VERIFIERS
 
 DEFAULT_LIMITS = RewardLimits()
 
@@ -207,12 +208,14 @@ def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_sha
     if len(faulty_rows) > max_fault_share * len(completions):
         first = scores.faults[0]
         frames = textwrap.indent(first.frames.rstrip(), "    ")
+        remedy = "repair the function; return None for what should not be scored"
+        if first.function.partition("(")[0] in VERIFIERS:
+            remedy = "repair such rows, or leave them out"
         raise InputError(
             f"reward functions fail on {len(faulty_rows)} of {len(completions)} completions",
             where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
             why=f"{first.message}\n{frames}".rstrip(),
-            fix="repair the function; return None for what should not be scored; "
-            "limits: --reward-limits",
+            fix=f"{remedy}; limits: --reward-limits",
         )
 
 
