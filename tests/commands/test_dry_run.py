@@ -1,37 +1,17 @@
 """`--dry-run` shows rows as the model reads them, and fails where the run would fail."""
 
-import json
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from tests.fixtures.dry_runs import inspect
 from tests.fixtures.picture_model import picture_tokenizer
-from tpu_rl.commands import config, run
+from tpu_rl.commands import config
 from tpu_rl.commands.checks import row_checks
 from tpu_rl.commands.tools import dry_run
 from tpu_rl.errors import InputError
 
-SIZES = {
-    "--batch.prompts": 4,
-    "--batch.row-length": 64,
-    "--sampling.max-prompt-tokens": 32,
-    "--sampling.max-new-tokens": 8,
-    "--evaluation.rows": 0,
-}
-REWARD_FILE = """
-def score(completions, answer, **columns):
-    return [float(truth in text) for text, truth in zip(completions, answer)]
-
-def broken(completions, answer, **columns):
-    raise KeyError("no such thing")
-
-def silent(completions, answer, **columns):
-    return [None] * len(completions)
-
-def picky(completions, answer, **columns):
-    return [1 / len(text) for text in completions]
-"""
 WORDS = [f"word{i}" for i in range(8)]
 ROWS = {
     "grpo": [{"prompt": f"Repeat: {word}", "answer": word} for word in WORDS],
@@ -43,18 +23,6 @@ ROWS = {
         for word in WORDS
     ],
 }
-
-
-def inspect(checkpoint, folder, method, rows, *flags):
-    """Dry-run a method on rows; a flag {reward} stands for the file of reward functions."""
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = folder / "my_reward.py"
-    reward.write_text(REWARD_FILE)
-    given = [method, "--dry-run", "--model.path", str(checkpoint), "--data.path", str(data)]
-    given += [str(text) for pair in SIZES.items() for text in pair]
-    given += [flag.format(reward=reward, data=data) for flag in flags]
-    return run.main([*given, "--run-dir", str(folder / "run")])
 
 
 JUDGED = ["--reward", "{reward}:score", "--batch.group-size", "2"]
