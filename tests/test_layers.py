@@ -214,7 +214,7 @@ def test_no_file_of_the_core_imports_or_names_a_wing():
     assert not wrong, "\n".join(wrong)
 
 
-CLOSURES = {"run": 52_000, "config": 25_000}
+CLOSURES = {"run": 52_200, "config": 25_000}
 """Module of tpu_rl.commands -> most lines of tpu_rl that importing it may load."""
 
 
@@ -235,7 +235,7 @@ print(sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in f
     assert int(done.stdout) <= CLOSURES[module]
 
 
-CORE = 70_500
+CORE = 70_750
 """Most lines of the core: the files of tpu_rl that belong to no wing."""
 
 

@@ -1,34 +1,17 @@
 """`--dry-run` shows rows as the model reads them, and fails where the run would fail."""
 
-import json
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from tests.fixtures.dry_runs import inspect
 from tests.fixtures.picture_model import picture_tokenizer
-from tpu_rl.commands import config, run
+from tpu_rl.commands import config
 from tpu_rl.commands.checks import row_checks
 from tpu_rl.commands.tools import dry_run
 from tpu_rl.errors import InputError
 
-SIZES = {
-    "--batch.prompts": 4,
-    "--batch.row-length": 64,
-    "--sampling.max-prompt-tokens": 32,
-    "--sampling.max-new-tokens": 8,
-    "--evaluation.rows": 0,
-}
-REWARD_FILE = """
-def score(completions, answer, **columns):
-    return [float(truth in text) for text, truth in zip(completions, answer)]
-
-def broken(completions, answer, **columns):
-    raise KeyError("no such thing")
-
-def picky(completions, answer, **columns):
-    return [1 / len(text) for text in completions]
-"""
 WORDS = [f"word{i}" for i in range(8)]
 ROWS = {
     "grpo": [{"prompt": f"Repeat: {word}", "answer": word} for word in WORDS],
@@ -40,18 +23,6 @@ ROWS = {
         for word in WORDS
     ],
 }
-
-
-def inspect(checkpoint, folder, method, rows, *flags):
-    """Dry-run a method on rows; a flag {reward} stands for the file of reward functions."""
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = folder / "my_reward.py"
-    reward.write_text(REWARD_FILE)
-    given = [method, "--dry-run", "--model.path", str(checkpoint), "--data.path", str(data)]
-    given += [str(text) for pair in SIZES.items() for text in pair]
-    given += [flag.format(reward=reward, data=data) for flag in flags]
-    return run.main([*given, "--run-dir", str(folder / "run")])
 
 
 JUDGED = ["--reward", "{reward}:score", "--batch.group-size", "2"]
@@ -162,6 +133,36 @@ def test_texts_that_are_cut_and_rewards_that_fail_now_and_then_are_said(
     assert inspect(checkpoint, tmp_path, "grpo", ROWS["grpo"], "--reward", "{reward}:picky") == 0
     printed = capsys.readouterr().err
     assert "my_reward.picky fails on 2 of 6 trial completions: ZeroDivisionError" in printed
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "said"),
+    [
+        ("gsm8k", [None, "7", "8"], "gold of 1 of 8 rows no more than it gives nothing"),
+        (
+            "gsm8k",
+            ["7", ["8"]],
+            "the ground truth ['8'] holds several values; name one",
+        ),
+        ("after(of=gsm8k)", ["7", "proof"], "the ground truth 'proof' is no answer"),
+        ("choice", ["A", "proof", "proof", "B", "C", "D", "proof", "E", "F"], '"proof" in 3 of 9'),
+        ("f_beta(beta=1)", ["a, b", "c"], ""),
+        ("tool_calls", ["[]", [{"name": "f", "arguments": {"x": 1}}]], ""),
+        ("{reward}:score", ["a", "b"], ""),
+        ("{reward}:silent", ["a", "b"], "silent scores none of 6 trial completions"),
+    ],
+)
+def test_gold_that_its_own_reward_rejects_is_named(
+    checkpoint, tmp_path, capsys, reward, answers, said
+):
+    answers = answers * 4 if len(answers) < 3 else [*answers, *map(str, range(5))]
+    answers = answers[: max(8, len(answers) - 5)]
+    rows = [{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+    assert inspect(checkpoint, tmp_path, "grpo", rows, "--reward", reward) == 0
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert said or "gives the gold" not in printed.err
+    assert f"gold of {len(rows)} rows" in printed.out
 
 
 def test_the_last_answer_of_a_held_out_conversation_is_what_is_evaluated(

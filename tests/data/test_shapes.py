@@ -233,7 +233,11 @@ def test_what_is_not_clear_is_refused_by_line(tmp_path, row, columns, reason):
             PAIR,
             "by what `overall_preference` says",
         ),
-        ({"x": 1}, ("prompt",), "--data.columns prompt=COLUMN, or choose the --data.format"),
+        (
+            {"x": 1},
+            ("prompt",),
+            "no column looks like `prompt`: write it into the rows, name it by --data.columns",
+        ),
     ],
 )
 def test_what_other_columns_may_be_is_said_at_once(tmp_path, row, columns, fix):
@@ -357,3 +361,38 @@ def test_steps_are_separated_unless_they_are_already():
     for separated in (["a\n", "b"], ["a", " b"], ["a"]):
         row = {"completions": separated}
         assert shapes.with_separators(row, "\n") == row
+
+
+def test_json_text_in_a_path_system_blocks_and_pairs_beside_a_conversation(tmp_path):
+    row = {"prompt": "a", "info": '{"answer": ["4"]}'}
+    assert shapes.renamed(row, ["answer=info.answer.0"])["answer"] == "4"
+    with pytest.raises(ValueError, match='`info` has no names: "plain"'):
+        shapes.renamed({"info": "plain"}, ["answer=info.answer"])
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    blocks = [{"type": "text", "text": "Be "}, {"type": "text", "text": "short."}]
+    row = shapes.normalize({"system": blocks, "messages": talk}, ("messages",))
+    assert row["messages"][0] == {"role": "system", "content": "Be short."}
+    with pytest.raises(ValueError, match="`system`"):
+        shapes.normalize({"system": [1], "messages": talk}, ("messages",))
+    bad = [talk[0], {"role": "assistant", "content": "5"}]
+    beside = {"conversation": [{"input": "2+2?", "output": "5"}], "chosen": talk, "rejected": bad}
+    row = shapes.normalize(beside, ("prompt", "chosen", "rejected"))
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (talk[:1], talk[1:], bad[1:])
+    outputs = {"preferred_output": talk[1:], "non_preferred_output": bad[1:]}
+    given = {"input": {"messages": talk[:1], "tools": [{"name": "f"}]}} | outputs
+    row = shapes.normalize(given, ("prompt", "chosen", "rejected"))
+    assert row["tools"] == [{"type": "function", "function": {"name": "f"}}]
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (talk[:1], talk[1:], bad[1:])
+
+
+def test_parts_with_an_index_say_which_image_they_are():
+    parts = [
+        {"type": "image", "index": 1},
+        {"type": "text", "text": "b"},
+        {"type": "image", "index": 0},
+    ]
+    row = {"images": ["a.png", "b.png"], "messages": [{"role": "user", "content": parts}]}
+    assert shapes.normalize(row, ("messages",))["images"] == ["b.png", "a.png"]
+    parts[0]["index"] = 2
+    with pytest.raises(ValueError, match="indices"):
+        shapes.normalize(row, ("messages",))

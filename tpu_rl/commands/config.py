@@ -547,8 +547,8 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
     Raises:
         InputError: if a flag is unknown, or its value has another type.
     """
-    for flag in flags:
-        remedy = flag_names.remedy(flag) if flag.startswith("--") else None
+    for index, flag in enumerate(flags):
+        remedy = flag_names.remedy(flag) if flag.startswith("--") or not index else None
         if remedy is not None:
             name = flag.partition("=")[0]
             raise InputError(f"Unrecognized options: {name}", fix=remedy)
@@ -680,6 +680,10 @@ def load_file(path: Path) -> ExperimentConfig:
         )
     try:
         values, _ = run_files.read_config(path, may_be_edited=True)
+        if library := flag_names.library_of(*map(str, values)):
+            raise InputError(
+                f"the file is one of {library}", where=str(path), fix=flag_names.OTHER_FILES
+            )
         return from_dict(ExperimentConfig, with_new_names(values), find_class)
     except DamagedDataError as error:
         cause = error.why

@@ -24,6 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from tpu_rl.data import formats, python_rows, shapes, stored_rows
+from tpu_rl.data import messages as message_forms
 from tpu_rl.data.stored_rows import (
     MAX_ROW_BYTES,
     Records,
@@ -568,8 +569,10 @@ OTHER_NAMES = {
     ),
     "completion": ("response", "answer", "output", "targets", "generated_solution", "solution"),
     "label": ("kto_tag",),
-    "chosen": ("response_j",),
-    "rejected": ("response_k",),
+    "chosen": ("response_j", "chosen_response", "preferred_output", "preferred", "response_w"),
+    "rejected": (
+        *("response_k", "rejected_response", "non_preferred_output", "dispreferred", "response_l"),
+    ),
 }
 """Names of our columns in published data, the likeliest first."""
 VERDICTS = (
@@ -585,14 +588,17 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
     if not missing:
         return
     meant = {column: _other_name(column, row) for column in missing}
-    flag = "--data.columns " + " ".join(f"{name}={meant[name] or 'COLUMN'}" for name in missing)
+    flag = "--data.columns " + " ".join(f"{name}={meant[name]}" for name in missing if meant[name])
     suggestions = [name for name in meant.values() if name is not None]
-    fix = f"name what holds it, {flag}, or choose the --data.format of the file"
+    names = "`, `".join(name for name in missing if meant[name] is None)
+    no_other = f"no column looks like `{names}`: write it into the rows"
+    fix = f"{no_other}, name it by --data.columns, or choose the --data.format of the file"
     separator = next((mark for mark in ";\t|" if len(row) == 1 and mark in next(iter(row))), None)
     if separator is not None:
         fix = f"the cells of a .csv file are separated by commas, not by {separator!r}"
     elif suggestions:
         fix = f"did you mean `{'` and `'.join(suggestions)}`? {flag}"
+        fix += f"; {no_other}" if names else ""
     verdict = next((name for name in VERDICTS if name in row), None)
     if "chosen" in missing and verdict is not None and meant["chosen"] in (None, verdict):
         fix = (
@@ -609,11 +615,29 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
 
 def _other_name(column: str, row: Row) -> str | None:
     """Return the column of a row that may be the one that is missing, or None."""
-    lower = {name.lower(): name for name in row}
-    usual = next((lower[name] for name in OTHER_NAMES.get(column, ()) if name in lower), None)
-    others = [name for name in row if name not in shapes.SYSTEM_COLUMNS]
+    paths = {path.lower(): path for path in _fitting_paths(column, row)}
+    names = OTHER_NAMES.get(column, ())
+    usual = [paths[path] for name in names for path in paths if _is_in(name, path)]
+    others = [path for path in paths.values() if "." not in path]
     nearest = difflib.get_close_matches(column, others, n=1)
-    return usual or (nearest[0] if nearest else None)
+    return next(iter([*usual, *nearest]), None)
+
+
+def _fitting_paths(column: str, row: Row) -> Iterator[str]:
+    """Yield columns, and what objects in columns hold, with values that the column may have."""
+    for name, value in row.items():
+        if name in shapes.SYSTEM_COLUMNS:
+            continue
+        inner = value if isinstance(value, dict) else {}
+        paths = {name: value} | {f"{name}.{key}": inner.get(key) for key in ("messages", "content")}
+        for path, item in paths.items():
+            with contextlib.suppress(InputError, ValueError):
+                _check_value("", column, message_forms.canonical(item, column))
+                yield path
+
+
+def _is_in(name: str, path: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
 
 
 def _check_value(where: str, column: str, value: Any) -> str:

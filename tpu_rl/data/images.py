@@ -111,8 +111,18 @@ def collected(row: Row) -> Row:
     rejected = row.get("rejected_images")
     if rejected and rejected != images:
         raise ValueError("`rejected_images` are others: both answers of a pair see the same images")
-    images = [_with_scheme(image) for image in images]
+    images = [_with_scheme(image) for image in _in_order(images, parts)]
     return {name: value for name, value in row.items() if name not in columns} | {"images": images}
+
+
+def _in_order(images: list[Any], parts: list[list[Mapping[str, Any]]]) -> list[Any]:
+    """Return the images in the order of the parts, where these have an `index`."""
+    indices = _joined([[part.get("index") for part in of_column] for of_column in parts])
+    if not any(isinstance(index, int) for index in indices):
+        return images
+    if not all(isinstance(index, int) and 0 <= index < len(images) for index in indices):
+        raise ValueError(f"the parts have the indices {indices} of {len(images)} images")
+    return [images[index] for index in indices]
 
 
 def placed(row: Row) -> Row:

@@ -172,6 +172,12 @@ def _texts(content: Any, place: str) -> list[str]:
     return texts
 
 
+def text_of(content: Any, place: str) -> str:
+    """Return the text of a content, also of one in parts. Raises ValueError if it is none."""
+    parts = [content] if isinstance(content, dict) else content
+    return "".join(_texts(parts, place))
+
+
 def _with_weight(message: Message, role: Any, place: str) -> Message:
     """Return the further keys, with a flag of training as the `weight`."""
     for mask in span_weights.OTHER_MASKS:

@@ -7,7 +7,9 @@ stands both beside and inside of answers is taken once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +22,14 @@ Row = dict[str, Any]
 
 MESSAGE_COLUMNS = images.TEXT_COLUMNS
 """Columns that may hold messages."""
-SYSTEM_COLUMNS = ("system", "system_prompt")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 """Columns that may hold the text of a system message."""
 EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
 ROLES = ("user", "assistant")
 """Roles of texts in turn."""
+ASKED = ("instruction", "question", "query")
+"""Columns that may hold what is asked."""
 MEDIA = ("video", "audio")
 """Kinds of content that no model reads. Columns have these names or their plurals."""
 
@@ -133,15 +137,22 @@ _SUM = re.compile(rf"\s*-?\s*(?=.*(?<![.])[*+-]){_TERM}\s*(?:[+-]\s*{_TERM}\s*)*
 def _value_at(row: Row, name: str, source: str) -> Any:
     """Return the value of a column, or what points reach in it."""
     value: Any = row
+    passed = ""
     for key in [source] if source in row else source.split("."):
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
         is_number = isinstance(value, list) and re.fullmatch("-?[0-9]+", key) is not None
         place: Any = int(key) if is_number else key
         try:
             value = value[place]
         except (LookupError, TypeError) as error:
+            has = ", ".join(value) if isinstance(value, dict) else f"no names: {shown(value)}"
+            reason = f"; there are {has}" if value is row else f": `{passed}` has {has}"
             raise ValueError(
-                f"--data.columns {name}: there is no column `{source}`; there are {', '.join(row)}"
+                f"--data.columns {name}: there is no column `{source}`{reason}"
             ) from error
+        passed = key
     return value
 
 
@@ -211,11 +222,8 @@ def _with_system(row: Row, columns: Sequence[str]) -> Row:
     Raises:
         ValueError: if the conversation has another system message, or two columns differ.
     """
-    texts = {
-        name: row[name]
-        for name in SYSTEM_COLUMNS
-        if name not in columns and isinstance(row.get(name), str) and row[name]
-    }
+    names = [name for name in SYSTEM_COLUMNS if name not in columns and row.get(name)]
+    texts = {name: message_forms.text_of(row[name], f"`{name}`") for name in names}
     column = "messages" if isinstance(row.get("messages"), list) else "prompt"
     targets = [name for name in ("messages", "prompt") if row.get(name)]
     if not texts or column not in targets:
@@ -593,6 +601,22 @@ def _in_turn(texts: Sequence[Any]) -> list[message_forms.Message]:
     return [{"role": ROLES[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
+def _is_whole(answer: Any) -> bool:
+    """Return True if a conversation begins before the assistant answers."""
+    first = answer[0] if isinstance(answer, list) and answer else None
+    return _role(first) in ("system", "developer", "user")
+
+
+def _outputs_of_input(row: Row) -> Row:
+    """Return OpenAI's pair: the messages and tools of an input, and two outputs."""
+    prompt = row["input"].get("messages")
+    if not isinstance(prompt, list):
+        raise ValueError("`input` has no list `messages`")
+    tools = {"tools": row["input"]["tools"]} if row["input"].get("tools") else {}
+    chosen, rejected = row["preferred_output"], row["non_preferred_output"]
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | tools
+
+
 def _rejected_answer(row: Row) -> Row:
     """Return a pair: the last answer of a conversation, and the one that was rejected."""
     messages = message_forms.canonical(row["messages"], "messages")
@@ -648,6 +672,7 @@ SHAPES = (
         where=lambda row: (
             ("conversations" in row or isinstance(row.get("conversation"), list))
             and not {"prompt", "chosen", "rejected"} <= row.keys()
+            and not all(map(_is_whole, (row.get("chosen"), row.get("rejected"))))
         ),
         others=("conversations", "conversation"),
         replaced=("conversations", "conversation"),
@@ -656,6 +681,17 @@ SHAPES = (
         "xLAM's and APIGen's calls of functions: query, answers, tools",
         {"query": object, "answers": object, "tools": object},
         _function_calls,
+    ),
+    Shape(
+        "pairs of responses to an instruction, as argilla publishes them",
+        {"chosen_response": object, "rejected_response": object},
+        lambda row: (
+            {"prompt": next(row[name] for name in ASKED if name in row)}
+            | {name: row[f"{name}_response"] for name in ("chosen", "rejected")}
+        ),
+        lacks=("messages", "prompt", "chosen", "rejected"),
+        where=lambda row: any(name in row for name in ASKED),
+        others=ASKED,
     ),
     Shape(
         "Alpaca's instruction, input and output, or Dolly's instruction, context and response",
@@ -695,6 +731,12 @@ SHAPES = (
         {"input": str, "chosen": object, "rejected": object},
         lambda row: {"prompt": row["input"]},
         lacks=("messages", "prompt", "question"),
+    ),
+    Shape(
+        "OpenAI's pairs of outputs",
+        {"input": dict, "preferred_output": list, "non_preferred_output": list},
+        _outputs_of_input,
+        lacks=("messages", "prompt", "chosen", "rejected"),
     ),
     Shape(
         "Math-Shepherd's marked steps",

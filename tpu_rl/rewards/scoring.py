@@ -38,7 +38,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.runtime import segments
 from tpu_rl.runtime.segments import Segment
 from tpu_rl.runtime.worker_child import as_number, shorten
+from tpu_rl.wings import VERIFIERS
 
 DEFAULT_LIMITS = RewardLimits()
 
@@ -74,9 +75,18 @@ FOREIGN = {
     "score(prompts, completions, labels, **columns), which returns one number for each completion",
     "solution_strs": "of verl's forms only that of one completion is called: "
     "compute_score(data_source, solution_str, ground_truth, extra_info)",
+    "solution_str": "verl's form is compute_score(data_source, solution_str, ground_truth, "
+    "extra_info): name `ground_truth`, too",
     "trainer_state": "there is no trainer: name `step`, the step of the run for each completion",
-    "log_extra": "give it the default None: `samples.jsonl` has what each reward gave",
-    "log_metric": "give it the default None: a reward of weight 0 is measured and not added",
+    "log_extra": "write `if log_extra:` before its use, and the default None: samples.jsonl has "
+    "what each reward gave",
+    "log_metric": "write `if log_metric:` before its use, and the default None: a reward of weight "
+    "0 is measured and not added",
+    **dict.fromkeys(
+        ("completion", "response", "prompt", "reward_inputs", "sample", "state", "parser"),
+        "the form of another library is not called (verifiers, EasyR1): write "
+        "score(prompts, completions, answer, **columns), which returns one number for each",
+    ),
 }
 """Parameters of other libraries' functions -> how to write these here."""
 
@@ -94,6 +104,8 @@ class RewardFault:
     message: str
     frames: str = ""
     """The traceback through the user's code, if there is one."""
+    fix: str = ""
+    """The remedy, where a function wants what nothing passes."""
 
 
 class FunctionScores(NamedTuple):
@@ -207,12 +219,15 @@ def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_sha
     if len(faulty_rows) > max_fault_share * len(completions):
         first = scores.faults[0]
         frames = textwrap.indent(first.frames.rstrip(), "    ")
+        remedy = "repair the function; return None for what should not be scored"
+        if first.function.partition("(")[0] in VERIFIERS:
+            remedy = "repair such rows, or leave them out"
+        remedy = first.fix or remedy
         raise InputError(
             f"reward functions fail on {len(faulty_rows)} of {len(completions)} completions",
             where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
             why=f"{first.message}\n{frames}".rstrip(),
-            fix="repair the function; return None for what should not be scored; "
-            "limits: --reward-limits",
+            fix=f"{remedy}; limits: --reward-limits",
         )
 
 
@@ -269,6 +284,11 @@ def apply(
             faults.append(RewardFault(name, i, number, frames))
         else:
             numbers[i] = number
+    # A default of None stands for what other trainers pass.
+    hints = [p.name for p in parameters(function) or () if p.name in FOREIGN] if faults else []
+    if absent := [name for name in hints if name not in columns]:
+        fix = "; ".join(f"`{name}` is not passed here: {FOREIGN[name]}" for name in absent)
+        faults = [replace(fault, fix=fix) for fault in faults]
     if is_below_float32(numbers):
         _say_below_float32(name)
     return FunctionScores(numbers.astype(np.float32), faults, of_rows)
@@ -369,6 +389,14 @@ def require_columns(
     column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
     accepted = parameters(function) or ()
     foreign = [FOREIGN[p.name] for p in accepted if p.name in FOREIGN]
+    names = {p.name for p in accepted}
+    if "completion" in names and not names & {"completions", "completion_ids"}:
+        raise InputError(
+            f"the reward function {name} gets no completions",
+            where=name,
+            why="the parameter `completion` would be a column of the data, the right answer",
+            fix=FOREIGN["completion"],
+        )
     for parameter in accepted:
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,

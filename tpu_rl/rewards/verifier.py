@@ -7,6 +7,7 @@ during sampling and docs/reference/rewards.md read the row.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,12 @@ class Verifier(NamedTuple):
     parameters say of which kind each setting is; a function stands for the name of a reward."""
     required: tuple[str, ...] = ()
     """The settings that must be there."""
+
+    @property
+    def reads_reward(self) -> bool:
+        """True if one of the settings is another reward."""
+        made = inspect.signature(self.make).parameters.values() if self.make else ()
+        return any(callable(parameter.default) for parameter in made if parameter.default)
 
     @property
     def needs_sandbox(self) -> bool:

@@ -124,7 +124,7 @@ def gold(value: Any, read: Callable[[str], T | None]) -> T:
     if is_container:
         why = "holds several values; name one, as in --data.columns answer=answer.0"
     elif not text or text.lower() in NO_ANSWERS:
-        why = "is no answer; leave out such rows"
+        why = "is no answer"
     result = None if why else read(text)
     if result is None:
         raise ValueError(f"the ground truth {shorten(value)} {why or 'contains no answer'}")

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,10 @@ MAX_RENDERED_ROWS = 200
 
 OTHER_COLUMNS = {"tools", "functions", *SYSTEM_COLUMNS}
 """Columns that are read beside those of the algorithm, if a row has them."""
+TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "functions")
+"""Columns that the model reads."""
+SHARE_OF_READ_WORDS = 0.8
+"""Share of a value's words that the model reads elsewhere, from which on the value is read."""
 COLUMNS_OF_SOURCE = {
     "demonstrations": {"weight", "span_weights", "ended"},
     "completions": {"weight", "span_weights", "ended"},
@@ -102,6 +106,13 @@ def note_reading(
         used |= set(others) - MEDIA_COLUMNS
     used |= {column for column in MEDIA_COLUMNS if _is_empty(rows[0].get(column))}
     unused = [column for column in others if column not in used]
+    # What a path enters, or has a name that is read, may hold more.
+    sources = {name.partition("=")[2] for name in files.columns}
+    words = {word for text in _texts([rows[0].get(name) for name in TEXTS]) for word in text}
+    parts = {source.partition(".")[0] for source in sources if "." in source}
+    for name in sorted({*parts, *(used & {*SYSTEM_COLUMNS, "conversation", "conversations"})}):
+        only = (*TEXTS, *SYSTEM_COLUMNS) if _reads_all_columns(config) else None
+        unused += _unread(rows[0].get(name), name, sources, words, only)
     if unused:
         notes.append(f"columns that nothing reads: {', '.join(unused)}")
     if "completions" in spec.columns and rows[0]["completions"][0].endswith(files.step_separator):
@@ -124,6 +135,42 @@ def note_reading(
         )
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _texts(value: Any) -> Iterator[list[str]]:
+    """Yield the words of each text in a value, without keys, roles and types."""
+    if isinstance(value, str):
+        yield re.findall(r"\w+", value)
+    items = value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        items = [item for key, item in value.items() if key not in ("role", "from", "type", "id")]
+    for item in items:
+        yield from _texts(item)
+
+
+def _is_path(name: str, source: str) -> bool:
+    return source.startswith(f"{name}.")
+
+
+def _unread(
+    value: Any, path: str, sources: set[str], words: set[str], only: Sequence[str] | None
+) -> list[str]:
+    """Return the paths in an object whose values no source names and no text has.
+
+    With `only`, those alone that end with such a key.
+    """
+    if path in sources or value in (None, "", [], {}):
+        return []
+    if isinstance(value, str) and any(_is_path(path, source) for source in sources):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, dict) and any(_is_path(path, source) for source in sources):
+        inner = [_unread(v, f"{path}.{k}", sources, words, only) for k, v in value.items()]
+        return [name for names in inner for name in names]
+    texts = [word for text in _texts(value) for word in text]
+    known = sum(word in words for word in texts)
+    is_read = bool(texts) and known >= SHARE_OF_READ_WORDS * len(texts)
+    return [] if is_read or (only and path.rpartition(".")[2] not in only) else [path]
 
 
 def _reads_all_columns(config: ExperimentConfig) -> bool:

@@ -62,6 +62,27 @@ TRL = {
 """Names of TRL's settings, with - in place of _ -> the flags that mean the same here."""
 
 
+FOREIGN = {
+    "verl": ("actor-rollout-ref", "trainer", "critic", "custom-reward-function"),
+    "axolotl": ("base-model", "datasets", "sequence-len", "micro-batch-size", "adapter"),
+    "LLaMA-Factory": ("stage", "finetuning-type", "dataset", "do-train", "dataset-dir", "template"),
+}
+"""Library -> first parts of settings that it alone has, with - in place of _."""
+
+
+OTHER_FILES = "write flags, --NAME VALUE; docs/reference/flags.md compares the names"
+
+
+def library_of(*settings: str) -> str | None:
+    """Return the library that settings belong to, such as verl's "data.train_files=a"."""
+    names = [s.partition("=")[0].removeprefix("--").replace("_", "-") for s in settings]
+    parts = {name.partition(".")[0] for name in names}
+    libraries = [library for library, firsts in FOREIGN.items() if parts & {*firsts}]
+    if any("=" in setting and not setting.startswith("--") for setting in settings):
+        libraries.append("verl")
+    return next(iter(libraries), "TRL" if TRL.keys() & {*names} else None)
+
+
 def arguments(flag: str, value: Any) -> list[str]:
     """Return the command-line arguments that set one flag to a Python value."""
     if isinstance(value, bool):
@@ -116,7 +137,10 @@ def remedy(flag: str) -> str | None:
         return f"did you mean --phases.{phase[1]}.reset-roles?"
     if name in EARLIER:
         return f"did you mean {EARLIER[name]}?"
-    return f"TRL's {typed.removeprefix('--')} is {TRL[name]}" if name in TRL else None
+    if name in TRL:
+        return f"TRL's {typed.removeprefix('--')} is {TRL[name]}"
+    library = library_of(flag)
+    return library and f"{typed} is a setting of {library}: {OTHER_FILES}"
 
 
 def remedy_in_group(flag: str) -> str | None:

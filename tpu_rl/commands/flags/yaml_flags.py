@@ -38,6 +38,9 @@ def read(path: Path) -> tuple[str | None, list[str]]:
     """
     where = f"--config {path}"
     content = read_mapping(path, where)
+    library = flag_names.library_of(*map(str, content))
+    if library in flag_names.FOREIGN:
+        raise InputError(f"the file is one of {library}", where=where, fix=flag_names.OTHER_FILES)
     preset = content.pop(PRESET, None)
     if preset is not None and not isinstance(preset, str):
         raise InputError(f"{PRESET}: {preset} is no name", where=where)

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_rl.commands.flags import yaml_flags
+from tpu_rl.commands.flags import flag_names, yaml_flags
 from tpu_rl.errors import InputError
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -414,8 +414,11 @@ def _require_keys(values: Mapping[str, Any], known: tuple[str, ...], where: str)
     for key in values:
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            library = flag_names.library_of(str(key))
             raise InputError(
                 f"unknown key {key!r}",
                 where=where,
-                fix=f"did you mean {nearest}? Known: {', '.join(known)}",
+                fix=f"this is a file of {library}; a recipe has {', '.join(known)}"
+                if library
+                else f"did you mean {nearest}? Known: {', '.join(known)}",
             )

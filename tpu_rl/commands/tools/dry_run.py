@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +25,7 @@ from tpu_rl.commands import compose, continued, roles
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import ExperimentConfig, FileData, Stage, to_dict
 from tpu_rl.commands.sources import of_pairs
+from tpu_rl.commands.tools import gold
 from tpu_rl.data import Row, Rows
 from tpu_rl.errors import InputError, printable
 from tpu_rl.experience.rows import tasks
@@ -56,7 +58,7 @@ def inspect(config: ExperimentConfig) -> None:
     directory = models.find_configuration(roles.model_path(config.model.path))
     tokenizer = roles.load_tokenizer(config, directory)
     shown: list[Example] = []
-    first_rows: list[Row] = []
+    rewarded: Rows | None = None
     pictures: Table | None = None
     for stage in config.stages:
         rows = usable_rows(config, stage, tokenizer)
@@ -69,10 +71,14 @@ def inspect(config: ExperimentConfig) -> None:
         if stage.algorithm.experience.source in preflight.CONVERSING and config.environment:
             shown.append(first_prompt(config, rows[0], tokenizer))
         if stage.algorithm.experience.source in preflight.REWARDED:
-            first_rows = [rows[index] for index in range(min(len(rows), 2))]
+            rewarded = rows
     held_out = check_held_out(config, tokenizer)
-    trial, trial_warnings = try_rewards(config, first_rows or held_out[:2], tokenizer)
-    for warning in dict.fromkeys([*warnings, *trial_warnings]):
+    judged = rewarded or held_out
+    gold_table, gold_warnings, with_gold = gold.check(config, judged, tokenizer)
+    trial_rows = [judged[index] for index in (*with_gold, *range(len(judged)))[:2]]
+    trial, trial_warnings = try_rewards(config, trial_rows, tokenizer)
+    warnings += [*gold_warnings, *trial_warnings]
+    for warning in dict.fromkeys(warnings):
         print(f"warning: {printable(warning)}", file=sys.stderr)
     print_plan(config)
     console = Console(highlight=False)
@@ -80,8 +86,9 @@ def inspect(config: ExperimentConfig) -> None:
         console.print(pictures)
     for example in shown:
         print_example(console, example)
-    if trial is not None:
-        console.print(trial)
+    for table in (gold_table, trial):
+        if table is not None:
+            console.print(table)
 
 
 def first_prompt(config: ExperimentConfig, row: Row, tokenizer: Tokenizer) -> Example:
@@ -265,6 +272,10 @@ def require_some(name: str, scores: rewards.Scores, completions: Sequence[Any]) 
         InputError: if it fails on all.
     """
     faults = [fault for fault in scores.faults if fault.function == name]
+    if not faults and np.isnan(scores.parts[name]).all():
+        return (
+            f"{name} scores none of {len(completions)} trial completions: it returns None for all"
+        )
     if len(faults) == len(completions):
         rewards.require_few_faults(replace(scores, faults=faults), completions, 0.0)
     if not faults:

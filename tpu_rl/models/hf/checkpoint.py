@@ -242,8 +242,6 @@ def load(
         return decoder(replace(model.config, weight_dtype=weight_dtype)), quantize(params)
     model = from_config(directory, dtype, param_dtype, images=images)
     stored = check(directory, model)
-    if model.config.vocab.tied and model.config.num_outputs is None:
-        _require_tied(directory)
     shapes = param_shapes(model.config)
     target = decoder(replace(model.config, weight_dtype=weight_dtype))
     target_shapes = param_shapes(target.config)
@@ -328,10 +326,12 @@ def _load_merged(
 def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor]:
     """Return Hugging Face name -> stored tensor for all weights of the model.
 
-    Only headers are read. For the directory of an adapter, these are the tensors of its base.
+    Only headers are read, and of a tied model with an unembedding in its files these two. For the
+    directory of an adapter, these are the tensors of its base.
 
     Raises:
-        InputError: tensors are missing, are left over, or have another shape; it names them.
+        InputError: tensors are missing, are left over, have another shape, or are not tied; it
+            names them.
     """
     if peft.is_adapter(directory):
         base_directory = peft.base_directory(directory)
@@ -344,6 +344,8 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
     if unembedding not in file_tensors:
         # A tied model needs none, but some files have a copy of the embedding.
         stored.pop(unembedding, None)
+    if model.config.vocab.tied and model.config.num_outputs is None:
+        _require_tied(directory)
     family = families.family_of(model.config)
     if any("{expert}" in name for name in family.names.values()):
         stored = stacked_experts.split(stored)
