@@ -65,6 +65,12 @@ async def branching(row, base_url, api_key):
         return len(tokens)
     lengths = await asyncio.gather(one(1), one(2))
     return float(await one(lengths[0] % 10))
+
+def endless(row, base_url, api_key):
+    """Repeats what was said until no room is left, and does not expect the refusal."""
+    prompt = row["prompt"]
+    while True:
+        prompt += prompt + str(len(ask(base_url, api_key, prompt=prompt)))
 '''
 ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
 
@@ -156,6 +162,15 @@ def test_calls_become_rows_with_the_trainers_log_probs(context_of, file):
     assert not data.action_mask[26:].any()
     again = roll_out(made, rows)
     jax.tree.map(np.testing.assert_array_equal, again.rollout, rollout)
+
+
+@pytest.mark.slow
+def test_an_episode_whose_conversation_is_full_is_truncated_and_no_fault(context_of, file):
+    scored = roll_out(context_of("--reward", "--agent", f"{file}:endless"), ROWS)
+    assert scored.rollout.scored.all()
+    assert not scored.rollout.rewards.any()
+    metrics = records.metrics(scored)
+    assert (metrics["env/truncated"], metrics["env/errors"]) == (1, 0)
 
 
 def test_bad_agents_are_one_message(context_of, file):

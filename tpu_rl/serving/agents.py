@@ -11,7 +11,8 @@ reward; None leaves the judgment to --reward.
     score       rewards as of any completion; an episode of several rows has one
 
 An exception, or an end that does not come in time, is a fault of that episode alone. Such an
-episode is not scored and teaches nothing.
+episode is not scored and teaches nothing. If its conversation was full, the exception is no fault:
+the episode is truncated, and its reward is 0 unless --reward judges it.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Outcome(NamedTuple):
     messages: list[dict[str, Any]]
     """The last conversation, from the first message of the policy on."""
     calls: int
+    is_truncated: bool
+    """It failed after its conversation had filled the room for tokens."""
 
 
 class _AgentEngine:
@@ -216,9 +219,14 @@ class _AgentEngine:
 
     def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
         fault = reply.fault
+        reward = reply.reward
+        is_truncated = bool(fault and account.is_full and account.record.calls)
+        if is_truncated:
+            fault = ""
+            reward = None if self._scorer.reward_functions else 0.0
         if not fault and not account.record.calls:
             fault = "it asked the policy for nothing"
-        if not fault and reply.reward is None and not self._scorer.reward_functions:
+        if not fault and reward is None and not self._scorer.reward_functions:
             fault = "it returned no reward, and no --reward judges what it did"
         branches = account.record.branches()
         messages = account.history.last_messages()
@@ -228,7 +236,8 @@ class _AgentEngine:
             token_ids = branches[-1].actions if branches else []
             content = self._scorer.tokenizer.decode(token_ids)
             messages = [{"role": "assistant", "content": content}]
-        return Outcome(branches, reply.reward, fault, messages, len(account.record.calls))
+        calls = len(account.record.calls)
+        return Outcome(branches, reward, fault, messages, calls, is_truncated)
 
     def _first_prompt(self, row: Row) -> list[int] | None:
         """Return the ids of the row's prompt, if they can be told."""
@@ -318,6 +327,7 @@ class _AgentEngine:
                 "turns": np.array([outcome.calls for outcome in outcomes]),
                 "branches": counts,
                 "errors": np.array([bool(outcome.fault) for outcome in outcomes], int),
+                "truncated": np.array([outcome.is_truncated for outcome in outcomes], int),
                 "observation_tokens": np.array(
                     [sum(branch.num_observed for branch in o.branches) for o in outcomes]
                 ),

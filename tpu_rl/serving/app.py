@@ -62,6 +62,8 @@ class Account:
     ):
         self.history = chat.History(tokenizer, most_exchanges)
         self.conversations = Conversations(numbers, most_idle)
+        self.is_full = False
+        """True once a prompt left no room for a completion."""
 
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         """Return the distribution of tokens for a request.
@@ -315,6 +317,7 @@ class App:
         The turn is noted in the account.
         """
         distribution = account.distribution(options, self.default)
+        account.is_full |= len(prompt) >= self.limits.max_model_len
         self._check_prompt(prompt)
         room = min(self.limits.max_model_len - len(prompt), self.limits.max_new_tokens)
         if options.max_tokens == 0:

@@ -100,6 +100,11 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     tokenizer = roles.load_tokenizer(config, directory)
     if config.evaluation.apply_chat_template:
         wings.MODULES["harness"].require_chat_template(tokenizer)
+    if config.agent and not tokenizer.has_chat_template:
+        warnings.append(
+            "the model has no chat template, so that agents can ask for completions only: every "
+            "request for a chat will fail; give --tokenizer.chat-template FILE"
+        )
     check_thoughts(config, tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
