@@ -47,7 +47,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "engines")]
 
 import side_by_side
-from protocol import FIRST_WORD, VOCABULARY, Work
+from protocol import EOS, FIRST_WORD, Work
 from side_by_side import OURS, Sample
 
 LARGEST_GAP = 1e-4
@@ -180,7 +180,7 @@ def work_of(shape: Shape, model: str, warmup: int, steps: int) -> Work:
     rng = random.Random(0)
 
     def prompt() -> tuple[int, ...]:
-        return tuple(rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(shape.prompt_tokens))
+        return tuple(rng.randrange(FIRST_WORD, EOS) for _ in range(shape.prompt_tokens))
 
     def length() -> int:
         return min(int(rng.lognormvariate(3.276, 0.88)) + 1, shape.new_tokens)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import protocol
 from llama import LLAMA, as_in_runs
+from safetensors.numpy import load_file, save_file
 
 from tpu_rl import models, sampler
 from tpu_rl.algos import GrpoConfig
@@ -44,16 +45,33 @@ def write_model(work: protocol.Work) -> dict[str, Any]:
 
     model = models.from_config(SHAPE)
     models.save(work.model, model, jax.jit(model.init)(jax.random.key(0)))
+    forbid_end(Path(work.model) / "model.safetensors")
     control = {"<pad>": protocol.PAD, "<end>": protocol.END, "<unk>": protocol.UNKNOWN}
-    words = {
-        protocol.word(token): token for token in range(protocol.FIRST_WORD, protocol.VOCABULARY)
-    }
+    words = {protocol.word(token): token for token in range(protocol.FIRST_WORD, protocol.EOS)}
     vocabulary = control | words | {"<eos>": protocol.EOS}
     fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=fast, **special).save_pretrained(work.model)
     return {}
+
+
+def forbid_end(file: Path) -> None:
+    """Give the end of sequence a logit far below all others, in the weights of a Llama.
+
+    Every word's embedding has the same positive number in the first feature, which no layer
+    changes, and the row of the end of sequence is negative there.
+    """
+    weights = {name: np.array(value) for name, value in load_file(file).items()}
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:, 0] = 0.1
+    head = weights.get("lm_head.weight", embedding)
+    head[protocol.EOS] = 0.0
+    head[protocol.EOS, 0] = -1000.0
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value[0] = 0.0
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def step(work: protocol.Work) -> dict[str, Any]:

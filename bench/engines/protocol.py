@@ -20,10 +20,11 @@ PAD = 0
 END = 1
 """Token that ends a completion of forced length, where an engine needs one."""
 UNKNOWN = 2
-EOS = VOCABULARY
-"""The tokenizer's end-of-sequence id. The model cannot sample it, so only forced lengths end
-completions."""
+EOS = VOCABULARY - 1
+"""The tokenizer's end-of-sequence id. The model gives it no probability, so that only forced
+lengths end completions."""
 FIRST_WORD = 3
+"""Words are the ids from here to EOS, without it."""
 REWARD = str(Path(__file__).with_name("reward.py"))
 
 
