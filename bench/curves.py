@@ -14,8 +14,7 @@ from pathlib import Path
 
 import arms
 import numpy as np
-
-from tpu_rl.report import plots
+import plots
 
 
 def curve(run_dir: Path, metric: str) -> dict[int, float]:

@@ -40,7 +40,7 @@ WINGS = {
 """Folder of tpu_rl -> what it holds. All others are the core: it reaches a wing by a table of
 `tpu_rl.wings` only."""
 
-BASICS = {"types", "errors", "sums", "ranges", "lazy"}
+BASICS = {"types", "errors", "sums", "ranges", "plain_values", "lazy"}
 STATE = BASICS | {"train.sharding"}
 MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
 WORKERS = {"runtime.workers", "runtime.worker_child", "runtime.verl_rewards", "runtime.segments"}
@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"redaction"},
     "lazy": set(),
     "wings": {"lazy"},
-    "ranges": {"errors"},
+    "ranges": {"errors", "plain_values"},
     "run_files": {"errors"},
     "metrics": {"redaction", "errors", "run_files"},
     "untrusted_files": {"errors"},

@@ -10,6 +10,11 @@ from typing import Any
 from tpu_rl.errors import InputError
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    """Return name -> value of the fields of a dataclass, as they are."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
 def to_dict(config: Any) -> Any:
     """Return nested dataclasses as dicts, lists and scalars.
 
@@ -19,8 +24,7 @@ def to_dict(config: Any) -> Any:
         return [to_dict(value) for value in config]
     if not dataclasses.is_dataclass(config):
         return config
-    fields = dataclasses.fields(config)
-    values = {field.name: to_dict(getattr(config, field.name)) for field in fields}
+    values = {name: to_dict(value) for name, value in fields_of(config).items()}
     return {"kind": type(config).__name__} | values
 
 
@@ -67,6 +71,6 @@ def replace_strings(value: Any, replacements: Mapping[str, str]) -> Any:
         return replacements.get(value, value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    old = fields_of(value)
     new = {name: replace_strings(item, replacements) for name, item in old.items()}
     return value if new == old else dataclasses.replace(value, **new)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 from tpu_rl.errors import InputError
+from tpu_rl.plain_values import fields_of
 
 Flag = Callable[[str], str]
 """Name of a setting -> its flag."""
@@ -49,12 +50,16 @@ class ReadOnlyWith:
 
     def problem(self, settings: Any, name: str, flag: Flag) -> Problem | None:
         """Find the setting `name` set without that value."""
-        value = _values(settings).get(self.other)
+        value = fields_of(settings).get(self.other)
         if not is_set(settings, name) or value in self.values:
             return None
         *first, last = map(str, self.values)
         values = f"{', '.join(first)} or {last}" if first else last
-        fix = f"use {flag(self.other)} {values}, or leave {flag(name)} out"
+        default = next(
+            field.default for field in dataclasses.fields(settings) if field.name == name
+        )
+        known = f" (the default is {default})" if isinstance(default, int | float) else ""
+        fix = f"use {flag(self.other)} {values}, or leave {flag(name)} out{known}"
         return Problem(f"{name} is not read with {self.other} {value}", (self.other,), fix)
 
 
@@ -69,7 +74,7 @@ class Needs:
         applies = is_set(settings, name) if self.when is None else _has(settings, name, self.when)
         if not applies or any(is_on(settings, other) for other in self.others):
             return None
-        setting = name if self.when is None else f"{name} {_values(settings)[name]}"
+        setting = name if self.when is None else f"{name} {fields_of(settings)[name]}"
         fix = f"give {' or '.join(map(flag, self.others))}, too"
         # The others are not there to be found, so that only the fix names them.
         return Problem(f"{setting} does nothing without {' or '.join(self.others)}", (), fix)
@@ -90,7 +95,7 @@ class Conflicts:
         on = tuple(other for other in self.others if applies and is_on(settings, other))
         if not on:
             return None
-        setting = name if self.when is None else f"{name} {_values(settings)[name]}"
+        setting = name if self.when is None else f"{name} {fields_of(settings)[name]}"
         fix = f"leave {' and '.join(map(flag, on))} out, or change {flag(name)}"
         return Problem(f"{setting} does not go with {' and '.join(on)}", on, fix)
 
@@ -148,8 +153,9 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
           breaks a relation to another, by the names of their flags.
     """
     declared = _declared(type(settings))
+    values = fields_of(settings)
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+        value = values[field.name]
         interval = next((x for x in declared[field.name] if isinstance(x, In)), ANY)
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
@@ -192,20 +198,19 @@ class Checked:
 def check_all(settings: Any, flag: str = "--") -> None:
     """Check a dataclass and the dataclasses that its fields hold, as `check` does."""
     check(settings, flag)
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+    for name, value in fields_of(settings).items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            check_all(value, _flag(flag, field.name))
+            check_all(value, _flag(flag, name))
 
 
 def is_on(settings: Any, path: str, wanted: str | None = None) -> bool:
     """Say whether the setting at a dotted path is on, or has the value that is `wanted`."""
     *parents, name = path.split(".")
     for parent in parents:
-        settings = _values(settings)[parent]
+        settings = fields_of(settings)[parent]
     if wanted is None:
         return _is_on(settings, name)
-    return str(_values(settings).get(name)) == wanted
+    return str(fields_of(settings).get(name)) == wanted
 
 
 def _flag(flag: str, name: str) -> str:
@@ -213,20 +218,16 @@ def _flag(flag: str, name: str) -> str:
     return f"{flag}{'' if flag == '--' else '.'}{name.replace('_', '-')}"
 
 
-def _values(settings: Any) -> dict[str, Any]:
-    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-
-
 def _has(settings: Any, name: str, values: Any) -> bool:
     """Say whether a setting has the value, or one of several."""
-    value = _values(settings)[name]
+    value = fields_of(settings)[name]
     return value in values if isinstance(values, tuple) else value == values
 
 
 def is_set(settings: Any, name: str) -> bool:
     """Say whether the dataclass has the setting, and not at its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(settings)}
-    return name in defaults and _values(settings)[name] != defaults[name]
+    return name in defaults and fields_of(settings)[name] != defaults[name]
 
 
 def _is_on(settings: Any, name: str) -> bool:
@@ -235,7 +236,7 @@ def _is_on(settings: Any, name: str) -> bool:
     defaults = [f.default for base in bases for f in dataclasses.fields(base) if f.name == name]
     if not defaults:
         return False
-    value = _values(settings)[name]
+    value = fields_of(settings)[name]
     if defaults[0] is None:
         return value is not None
     return value != defaults[0] and bool(value)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algos import DistillConfig, MiniLlmConfig, distill, mini_llm
 from tpu_rl.algos.mini_llm import later_log_ratios
 from tpu_rl.errors import InputError
@@ -149,7 +150,7 @@ def test_answers_of_one_token_have_no_gap(a):
 # --- tokens that are learned ---
 
 
-TABLE = tiny.tabular_model(vocabulary=4, positions=4)
+TABLE = tiny_data.tabular_model(vocabulary=4, positions=4)
 """A policy of (position, token): answers of three tokens after a prompt of one."""
 CAST = ("policy", "teacher", "reference")
 
@@ -347,7 +348,7 @@ def test_later_log_ratios_by_hand():
 
 END = 0
 ANSWERS = [(END,), *itertools.product((1, 2), (END, 1, 2))]
-SMALL = tiny.tabular_model(vocabulary=3, positions=3)
+SMALL = tiny_data.tabular_model(vocabulary=3, positions=3)
 
 
 def answer_log_probs(policy: Params) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algos import DpoConfig, KtoConfig, dpo, kto
 from tpu_rl.errors import InputError
 from tpu_rl.losses import preference
@@ -22,7 +23,7 @@ from tpu_rl.types import Algorithm, Array, Experience, Pairs, Params
 END, A, B = range(3)
 TREE = [(END,), *itertools.product((A, B), (END, A, B))]
 """Every completion of at most two tokens."""
-MODEL = tiny.tabular_model(vocabulary=3, positions=3)
+MODEL = tiny_data.tabular_model(vocabulary=3, positions=3)
 ATTENTION = tiny.attention_model()
 
 

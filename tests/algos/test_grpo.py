@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algos import GrpoConfig, GspoConfig, PpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.proofs import tiny
@@ -38,7 +39,7 @@ class Problem:
     """All groups of `group_size` completions after a prompt of one token, with a random reward each
     completion."""
 
-    model = tiny.tabular_model(vocabulary=3, positions=3)
+    model = tiny_data.tabular_model(vocabulary=3, positions=3)
 
     def __init__(self, completions: Sequence[tuple[int, ...]], group_size: int):
         tokens = np.array(
@@ -166,7 +167,7 @@ class Game(Problem):
     """Two turns of one token. The first action decides the observation, END or B. Each action has a
     random reward."""
 
-    model = tiny.tabular_model(vocabulary=3, positions=4)
+    model = tiny_data.tabular_model(vocabulary=3, positions=4)
 
     def __init__(self, group_size: int):
         first, second = np.array([*itertools.product(range(3), range(3))]).T

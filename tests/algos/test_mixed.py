@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algos.mixed import (
     MixedConfig,
     amft_controller,
@@ -29,7 +30,7 @@ class Step:
 
     def __init__(self, config: MixedConfig, data: Any = None):
         self.params = tiny.init_params(cases.MODEL)
-        self.data = cases.with_experts() if data is None else data
+        self.data = tiny_data.with_experts() if data is None else data
         algorithm = mixed(config, tiny.roles(cases.MODEL), tiny.SAMPLING)
         state = algorithm.init_state(self.params)
         batch, _ = algorithm.make_batch(tiny.experience(self.data), self.params, state)
@@ -81,7 +82,7 @@ def test_mu_rises_and_stays(step, expected):
 def test_sasr_draws_by_the_norms_of_steps_that_imitated():
     config = MixedConfig(method="sasr", mu_warmup_steps=2)
     init_state, after_update = sasr_controller()
-    data = cases.with_experts()
+    data = tiny_data.with_experts()
     random = np.random.default_rng(0)
 
     def batch(step):
@@ -134,7 +135,7 @@ def test_amft_raises_its_weight_while_the_entropy_is_low():
 
 @pytest.mark.slow
 def test_replay_is_grpo_whose_groups_have_a_row_of_an_earlier_policy():
-    data = cases.with_replays()
+    data = tiny_data.with_replays()
     step = Step(MixedConfig(method="replay"), data)
     step.mask = np.asarray(data.action_mask) & (np.asarray(data.source) != 0)[:, None]
     returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1).astype(np.float32)
@@ -165,7 +166,7 @@ def test_mixing_weighs_both_terms(config, solution, policy):
 
 
 def test_relift_imitates_where_no_completion_succeeds():
-    data = cases.with_experts()
+    data = tiny_data.with_experts()
     returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
     threshold = float(np.sort(returns[np.asarray(data.scored)])[-2])
     step = Step(MixedConfig(method="relift", min_reward=threshold), data)
@@ -186,7 +187,7 @@ def test_luffy_shapes_the_probability_and_compares_the_solution_with_its_group()
 
 @pytest.mark.slow
 def test_a_refinement_has_its_own_reward():
-    data = cases.with_experts()
+    data = tiny_data.with_experts()
     is_last = np.zeros(data.rewards.shape, bool)
     mask = np.asarray(data.action_mask)
     is_last[np.arange(len(mask)), mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)] = True

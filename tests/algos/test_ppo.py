@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algos import (
     AStarPoConfig,
     PpoConfig,
@@ -35,7 +36,7 @@ from tpu_rl.types import Algorithm, Array, Experience, Params, Rollout, Sampling
 END, A, B = range(3)
 TREE = [(END,), *itertools.product((A, B), (END, A, B))]
 """Every completion of at most two tokens: one of them shorter than the rest."""
-MODEL = tiny.tabular_model(vocabulary=3, positions=3)
+MODEL = tiny_data.tabular_model(vocabulary=3, positions=3)
 ROLES = {name: tiny.role(MODEL, name) for name in ("policy", "reference", "value")}
 """A tabular critic: V of the state before a token is the first logit there."""
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=1)

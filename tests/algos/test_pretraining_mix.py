@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.fixtures import tiny_data
 from tests.fixtures.echo import TOKENIZER, digit, score_prompts
 from tpu_rl.algos import GrpoConfig, PpoConfig, grpo
 from tpu_rl.commands import run
@@ -19,7 +20,7 @@ COEF = 0.3
 
 
 def test_the_term_is_the_mean_log_prob_of_texts():
-    data = cases.with_experts(source=RowSource.TEXT)
+    data = tiny_data.with_experts(source=RowSource.TEXT)
     is_text = np.asarray(data.source) == RowSource.TEXT
     config = GrpoConfig(pretraining_path="texts", pretraining_coef=COEF)
     params = tiny.init_params(cases.MODEL)
@@ -117,6 +118,6 @@ def test_a_run_goes_on_imitating_texts(preset, flags, tmp_path):
 def test_texts_are_refused_in_conversations_and_where_they_are_missing(tmp_path, capsys):
     texts = ["--algorithm.pretraining-coef", "0.1", "--algorithm.pretraining-path"]
     assert run.main(["mini_shell_grpo", *texts, "texts.jsonl", "--dry-run"]) == 2
-    assert "conversations" in capsys.readouterr().err
+    assert "single turn" in capsys.readouterr().err
     assert run.main(["arithmetic_grpo", *texts, f"{tmp_path}/none.jsonl", "--dry-run"]) == 2
     assert "none.jsonl" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algorithm_spec import Acceptance
 from tpu_rl.algos import RftConfig, SftConfig, rft, sft
 from tpu_rl.errors import InputError
@@ -26,7 +27,7 @@ TREE = [(END,), *itertools.product((A, B), (END, A, B))]
 REWARDS = [0.0, 1.0, NAN, 0.0, 1.0, 1.0, 0.2]
 """Of the completions of TREE."""
 ACCEPTED = [1, 4, 5]
-MODEL = tiny.tabular_model(vocabulary=3, positions=3)
+MODEL = tiny_data.tabular_model(vocabulary=3, positions=3)
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=2)
 PASSING = Acceptance("passing", 0.5, None)
 
@@ -124,7 +125,7 @@ def batch_of(completions: Any, params: Params, algorithm: Any) -> Any:
 
 def gradient_of(completions: Any, params: Params, algorithm: Any) -> np.ndarray:
     """Return the gradient of the policy's table, summed over micro-batches."""
-    policy, frozen = training.partition(params, tiny.train_policy)
+    policy, frozen = training.partition(params, tiny_data.train_policy)
     batch = batch_of(completions, params, algorithm)
     gradients = training.accumulate(algorithm, policy, frozen, batch)[2]
     return np.asarray(gradients["policy"]["table"])
@@ -191,14 +192,16 @@ def expert_iteration() -> tuple[Any, training.UpdateStep]:
     config = RftConfig(sampled_by="reference", round_steps=2)
     algorithm = rft(config, tiny.roles(MODEL), SAMPLING)
     optimizer = optax.adamw(0.1, weight_decay=0.1)
-    update = training.make_update_step(algorithm, optimizer, lambda step: 0.1, tiny.train_policy)
+    update = training.make_update_step(
+        algorithm, optimizer, lambda step: 0.1, tiny_data.train_policy
+    )
     return algorithm, update
 
 
 def initial_state() -> TrainState:
     optimizer = optax.adamw(0.1, weight_decay=0.1)
     return training.init_train_state(
-        tiny.init_params(MODEL), expert_iteration()[0], optimizer, tiny.train_policy
+        tiny.init_params(MODEL), expert_iteration()[0], optimizer, tiny_data.train_policy
     )
 
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fixtures import tiny_data
 from tpu_rl.algos import SftConfig
 from tpu_rl.algos.sft import sft
 from tpu_rl.algos.unlearn import UnlearnConfig, ce_u, unlearn
 from tpu_rl.errors import InputError
-from tpu_rl.proofs import cases, tiny
+from tpu_rl.proofs import tiny
 from tpu_rl.types import MIXED_INPUTS, Algorithm
 
 
@@ -172,7 +173,7 @@ def test_the_gradient_of_ce_u_is_bounded_and_sums_to_zero(logit):
 @pytest.mark.slow
 def test_unlearning_keeps_and_forgets_by_its_formula():
     model = tiny.attention_model()
-    params, texts = tiny.init_params(model), cases.forgetting()
+    params, texts = tiny.init_params(model), tiny_data.forgetting()
     losses = {}
     for name in ("ce_u", "gradient_ascent"):
         config = UnlearnConfig(loss=name)

@@ -120,7 +120,7 @@ def test_kill_and_resume(whole, tmp_path):
         (["gsm8k_grpo", "--model.path", "builtin:arithmetic"], "--data.path"),
         (["--model.path", "no/such/dir/at/all"], "no/such/dir"),
         (["--reward", "aritmetic"], "arithmetic"),
-        (["--optimizer.learning-rate", "0"], "learning rate"),
+        (["--optimizer.learning-rate", "0"], "learning_rate is 0"),
         (["--mesh.tensor", "7"], "nearest"),
     ],
 )

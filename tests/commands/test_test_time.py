@@ -33,7 +33,7 @@ def test_variants_come_from_the_row_first():
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--steps", "0", "--", "arithmetic_grpo"], "--steps is 0"),
+        (["--steps", "0", "--", "arithmetic_grpo"], "steps is 0"),
         (["--", "arithmetic_grpo", "--", "arithmetic_grpo"], "several sets of flags"),
         (["--", "arithmetic_grpo", "--steps=3", "--dry-run"], "no dry run"),
         (["--", "arithmetic_sft"], "cannot be learned from so"),

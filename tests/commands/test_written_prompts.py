@@ -191,7 +191,7 @@ def first_steps(texts, prompts):
         ("mine.py", "my.py", "no such columns file"),
         ("{function}", "none", "no function 'none'"),
         ("{function}", "no_texts", "the function takes no texts"),
-        ("rows: written, ", "", "rows: completions does not read it"),
+        ("rows: written, ", "", "columns is not read with rows completions"),
     ],
 )
 def test_a_wrong_function_is_an_error_before_anything_runs(tmp_path, capsys, old, new, expected):
@@ -207,7 +207,7 @@ def test_a_wrong_function_is_an_error_before_anything_runs(tmp_path, capsys, old
 def test_keys_of_other_rows_are_refused(tmp_path):
     path = tmp_path / "chain.yaml"
     path.write_text(RECIPE.format(folder=tmp_path, function="f").replace("chunk: 8", "gap: 1"))
-    with pytest.raises(InputError, match="use rows: pairs"):
+    with pytest.raises(InputError, match="gap is not read with rows written"):
         recipe_file.read(path)
 
 

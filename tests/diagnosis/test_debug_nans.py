@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from tests.fixtures import tiny_data
 from tests.fixtures.runs import TINY, digest, make_rewards_nan
 from tests.fixtures.source_lines import line_of
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
@@ -104,7 +105,7 @@ def test_nan_log_probs_of_the_sampler_lead_to_the_forward_pass():
     experience = tiny.experience(ROLLOUT.replace(log_probs=log_probs))
     algorithm = ALGORITHM._replace(loss=sum_of_logits)
     watched = debug_nans.watch_batches(
-        algorithm, tiny.train_policy, update_step.make_batch_step(algorithm)
+        algorithm, tiny_data.train_policy, update_step.make_batch_step(algorithm)
     )
     error = input_error(watched, experience, params, ())
     assert "log_probs of row 2" in error.what
@@ -120,7 +121,7 @@ def test_nan_advantage_leads_to_make_batch():
 
     algorithm = ALGORITHM._replace(make_batch=make_batch)
     watched = debug_nans.watch_batches(
-        algorithm, tiny.train_policy, update_step.make_batch_step(algorithm)
+        algorithm, tiny_data.train_policy, update_step.make_batch_step(algorithm)
     )
     error = input_error(watched, tiny.experience(ROLLOUT), tiny.init_params(MODEL), ())
     assert error.where.startswith(line_of(test_nan_advantage_leads_to_make_batch, "here"))
@@ -129,8 +130,8 @@ def test_nan_advantage_leads_to_make_batch():
 def watched_updates(
     algorithm: Algorithm, optimizer: optax.GradientTransformation = OPTIMIZER
 ) -> update_step.UpdateStep:
-    updates = update_step.make_update_step(algorithm, optimizer, SCHEDULE, tiny.train_policy)
-    return debug_nans.watch_updates(algorithm, tiny.train_policy, updates)
+    updates = update_step.make_update_step(algorithm, optimizer, SCHEDULE, tiny_data.train_policy)
+    return debug_nans.watch_updates(algorithm, tiny_data.train_policy, updates)
 
 
 def batch_of(algorithm: Algorithm) -> Any:

@@ -15,7 +15,6 @@ from tpu_rl.commands import config
 from tpu_rl.commands.checks import preflight
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import reward_model
 from tpu_rl.rollout import scoring
 from tpu_rl.runtime import processes
 
@@ -168,15 +167,3 @@ def test_reward_files_must_be_the_same_on_all_hosts(monkeypatch, tmp_path, flags
     message = r"(?s)process 1 on host .*reward file mine\.py is \d+ bytes"
     with pytest.raises(InputError, match=message):
         run_on_each(monkeypatch, 2, compare)
-
-
-def test_all_models_of_a_reward_ensemble_are_compared(tmp_path):
-    for name in ("model", "other"):
-        (tmp_path / "run" / name).mkdir(parents=True)
-        (tmp_path / "run" / name / "config.json").touch()
-    reward_model.write_reading(tmp_path / "run/model", reward_model.ScoreReadout(others=("other",)))
-    experiment = config.parse(
-        ["arithmetic_grpo", "--run-dir", "runs/a", "--reward", str(tmp_path / "run")]
-    )
-    expected = [tmp_path / "run/model", tmp_path / "run/other"]
-    assert preflight.reward_directories(experiment) == expected

@@ -102,7 +102,7 @@ def test_gradients_are_clipped_to_their_global_norm():
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, 1e-30, 1e30, float("inf"), float("nan")])
 def test_a_learning_rate_must_be_a_positive_number(rate):
-    with pytest.raises(InputError, match="learning rate"):
+    with pytest.raises(InputError, match="learning_rate is"):
         OptimizerConfig(learning_rate=rate)
 
 

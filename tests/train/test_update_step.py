@@ -17,7 +17,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.fixtures import several
+from tests.fixtures import several, tiny_data
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
 from tpu_rl.checkpoint import manager, train_state_io
 from tpu_rl.proofs import tiny
@@ -40,7 +40,7 @@ def batch_of(name: str, **cut: Any) -> Any:
 
 @functools.cache
 def update_step(name: str) -> training.UpdateStep:
-    return training.make_update_step(CASES[name][0], OPTIMIZER, SCHEDULE, tiny.train_policy)
+    return training.make_update_step(CASES[name][0], OPTIMIZER, SCHEDULE, tiny_data.train_policy)
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
@@ -87,7 +87,7 @@ CUTS = {
 @functools.cache
 def gradients_and_metrics(name: str, cut: str) -> tuple[Any, dict[str, Any]]:
     def compute(params: tiny.Params, batch: Any) -> tuple[Any, dict[str, Any]]:
-        chosen, frozen = training.partition(params, tiny.train_policy)
+        chosen, frozen = training.partition(params, tiny_data.train_policy)
         loss, metrics, gradients = training.accumulate(CASES[name][0], chosen, frozen, batch)
         return gradients, training.reduce_metrics(training.merge_metrics(metrics)) | {"loss": loss}
 
@@ -144,7 +144,7 @@ def test_empty_micro_batches_are_not_computed():
         return loss + poison, metrics | {"max": Max(loss), "min": Min(loss)}
 
     params = tiny.init_params(MODEL)
-    trained, frozen = training.partition(params, tiny.train_policy)
+    trained, frozen = training.partition(params, tiny_data.train_policy)
 
     def accumulate(batch: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
         loss, metrics, gradients = training.accumulate(
@@ -170,9 +170,11 @@ def optimizer_state_of_cut_params() -> dict[str, Any]:
 
     params = jax.tree.map(cut, tiny.init_params(MODEL))
     optimizer = optimizers.build(optimizers.OptimizerConfig(weight_decay=0.1), SCHEDULE)
-    state = training.init_train_state(params, SQUARES, optimizer, tiny.train_policy)
+    state = training.init_train_state(params, SQUARES, optimizer, tiny_data.train_policy)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    update = training.make_update_step(SQUARES, optimizer, SCHEDULE, tiny.train_policy, shardings)
+    update = training.make_update_step(
+        SQUARES, optimizer, SCHEDULE, tiny_data.train_policy, shardings
+    )
     trees = [
         state.params["policy"],
         *(optax.tree.get(state.opt_state, name)["policy"] for name in ("mu", "nu")),
@@ -206,11 +208,13 @@ def test_moments_in_the_hosts_memory_change_no_bit_and_stay_there(tmp_path):
 
     def two_steps(kind: str) -> TrainState:
         params = jax.device_put(copied(tiny.init_params(MODEL)), everywhere)
-        state = training.init_train_state(params, CASES["grpo"][0], OPTIMIZER, tiny.train_policy)
+        state = training.init_train_state(
+            params, CASES["grpo"][0], OPTIMIZER, tiny_data.train_policy
+        )
         state = replace(state, opt_state=sharding.in_memory(state.opt_state, kind))
         places = jax.tree.map(lambda leaf: leaf.sharding, state)
         update = training.make_update_step(
-            CASES["grpo"][0], OPTIMIZER, SCHEDULE, tiny.train_policy, places
+            CASES["grpo"][0], OPTIMIZER, SCHEDULE, tiny_data.train_policy, places
         )
         for step in range(2):
             state, _ = update(state, batch_of("grpo"))
@@ -271,7 +275,7 @@ def test_moments_are_cut_as_their_parameters_are(on_devices):
 def test_a_step_is_plain_gradient_descent_on_the_trainable_leaves():
     algorithm, _ = CASES["sft"]
     update = training.make_update_step(
-        algorithm, optax.sgd(0.5), lambda step: 0.5, tiny.train_policy
+        algorithm, optax.sgd(0.5), lambda step: 0.5, tiny_data.train_policy
     )
     state = initial_state(algorithm, optax.sgd(0.5))
     before = jax.tree.map(np.asarray, state.params)
@@ -307,9 +311,9 @@ def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state():
 
 def test_one_program_serves_every_step_and_the_rate_follows_the_schedule():
     # A step of its own: another test may have given the shared one other shapes.
-    update = training.make_update_step(SQUARES, OPTIMIZER, SCHEDULE, tiny.train_policy)
+    update = training.make_update_step(SQUARES, OPTIMIZER, SCHEDULE, tiny_data.train_policy)
     params = tiny.init_params(MODEL)
-    state = training.init_train_state(params, SQUARES, OPTIMIZER, tiny.train_policy)
+    state = training.init_train_state(params, SQUARES, OPTIMIZER, tiny_data.train_policy)
     rates = []
     for _ in range(3):
         state, metrics = update(state, jnp.ones((1, 1, 1)))
@@ -321,13 +325,13 @@ def test_one_program_serves_every_step_and_the_rate_follows_the_schedule():
 
 def test_moments_of_bfloat16_params_are_float32_and_every_dtype_stays():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.init_params(MODEL))
-    state = training.init_train_state(params, SQUARES, OPTIMIZER, tiny.train_policy)
+    state = training.init_train_state(params, SQUARES, OPTIMIZER, tiny_data.train_policy)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {
         jnp.dtype(jnp.float32)
     }
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
-    update = training.make_update_step(SQUARES, OPTIMIZER, SCHEDULE, tiny.train_policy)
+    update = training.make_update_step(SQUARES, OPTIMIZER, SCHEDULE, tiny_data.train_policy)
     for _ in range(2):
         old = state
         state, _ = update(state, jnp.ones((1, 1, 1)))
@@ -341,7 +345,7 @@ def test_the_state_is_donated_and_a_copy_of_the_policy_is_not():
     params["reference"] = copied(params["policy"])
     expected = jax.tree.map(np.asarray, params["reference"])
     held = copied(params["policy"])
-    state = training.init_train_state(params, CASES["grpo"][0], OPTIMIZER, tiny.train_policy)
+    state = training.init_train_state(params, CASES["grpo"][0], OPTIMIZER, tiny_data.train_policy)
     new_state, _ = update_step("grpo")(state, batch_of("grpo"))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params["policy"]))
     assert_same_bits(new_state.params["reference"], expected)
@@ -381,7 +385,7 @@ def test_a_step_that_is_not_finite_changes_no_bit():
         return value + broken_loss + broken_gradient, metrics
 
     fragile = counting(algorithm._replace(loss=loss))
-    update = training.make_update_step(fragile, OPTIMIZER, SCHEDULE, tiny.train_policy)
+    update = training.make_update_step(fragile, OPTIMIZER, SCHEDULE, tiny_data.train_policy)
     batch = batch_of("sft")
     poison = np.zeros(batch.weights["policy"].shape, np.int32)
     state, metrics = update(initial_state(fragile), (batch, jnp.asarray(poison)))
@@ -527,7 +531,7 @@ def test_what_an_algorithm_remembers_is_placed_as_the_step_is():
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
     params = jax.device_put(tiny.init_params(MODEL), NamedSharding(mesh, PartitionSpec()))
     algorithm = CASES["grpo"][0]._replace(init_state=lambda params: jnp.ones((), jnp.float32))
-    state = training.init_train_state(params, algorithm, OPTIMIZER, tiny.train_policy)
+    state = training.init_train_state(params, algorithm, OPTIMIZER, tiny_data.train_policy)
     assert (
         state.algorithm_state.sharding
         == state.step.sharding

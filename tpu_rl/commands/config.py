@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 import yaml
@@ -40,7 +40,7 @@ from tpu_rl.experience.config import (
     SamplingConfig,
 )
 from tpu_rl.models import LoraConfig
-from tpu_rl.plain_values import from_dict, to_dict
+from tpu_rl.plain_values import fields_of, from_dict, to_dict
 from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import cluster, profiler
@@ -528,9 +528,9 @@ def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
     names = {setting.name for setting in dataclasses.fields(kind)}
     old = default.algorithm
     changed = {
-        setting.name: getattr(old, setting.name)
-        for setting in dataclasses.fields(cast(Any, old))
-        if setting.name in names and getattr(old, setting.name) != setting.default
+        name: value
+        for name, value in fields_of(old).items()
+        if name in names and ranges.is_set(old, name)
     }
     return dataclasses.replace(default, algorithm=kind(**changed))
 
@@ -862,10 +862,7 @@ def with_removed(config: Any, values: Any) -> Any:
         return [with_removed(*pair) for pair in zip(config, values, strict=True)]
     if not dataclasses.is_dataclass(config):
         return values
-    fields = {
-        field.name: with_removed(getattr(config, field.name), values[field.name])
-        for field in dataclasses.fields(config)
-    }
+    fields = {name: with_removed(own, values[name]) for name, own in fields_of(config).items()}
     kind = type(config)
     return {"kind": kind.__name__} | removed_settings(kind, kind.__name__) | fields
 

@@ -8,7 +8,6 @@ that it could not learn from.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from tpu_rl import run_files
 from tpu_rl.checkpoint import manager, train_state_io
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import StepExperience
+from tpu_rl.plain_values import fields_of
 from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import TrainState
@@ -123,9 +123,7 @@ def offending_rows(experience: StepExperience, tokenizer: Tokenizer) -> Iterable
     If all numbers are finite, yield every row.
     """
     data = experience.data
-    fields = {
-        field.name: np.asarray(getattr(data, field.name)) for field in dataclasses.fields(data)
-    }
+    fields = {name: np.asarray(value) for name, value in fields_of(data).items()}
     tokens = fields["tokens"]  # [N, T]
     action_mask = fields["action_mask"]  # [N, T]
     num_rows = len(tokens)

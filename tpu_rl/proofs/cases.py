@@ -12,7 +12,7 @@ import numpy as np
 
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.proofs import tiny
-from tpu_rl.types import Algorithm, Completions, Demonstrations, Roles, Rollout, RowSource
+from tpu_rl.types import Algorithm, Completions, Demonstrations, Roles, Rollout
 
 MODEL = tiny.attention_model()
 
@@ -45,33 +45,6 @@ def off_policy(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) ->
     return tiny.sampled_near(data, MODEL, tiny.init_params(MODEL)["policy"], noise=0.4)
 
 
-def with_experts(
-    groups: tiny.Groups = tiny.GROUPS,
-    columns: int | None = None,
-    source: RowSource = RowSource.EXPERT,
-) -> Rollout:
-    """Sample completions, and let the last one of each group be an expert's, or a text."""
-    data = off_policy(groups, columns)
-    is_expert = data.group_id != jnp.append(data.group_id[1:], -1)
-    known = jnp.where(is_expert[:, None], 0.0, 1.0)
-    return replace(
-        data,
-        source=jnp.where(is_expert, source, RowSource.POLICY).astype(jnp.int8),
-        scored=data.scored & ~is_expert,
-        rewards=data.rewards * known,
-        log_probs=data.log_probs * known,
-        behaviour_log_probs=data.behaviour_log_probs * known,
-    )
-
-
-def with_replays() -> Rollout:
-    """Sample completions, and let the last one of each group be an earlier policy's."""
-    data = off_policy()
-    is_replay = data.group_id != jnp.append(data.group_id[1:], -1)
-    source = jnp.where(is_replay, RowSource.REPLAY, RowSource.POLICY)
-    return replace(data, source=source.astype(jnp.int8))
-
-
 def with_baseline() -> Rollout:
     """Sample completions of prompts whose values are known."""
     data = off_policy()
@@ -81,13 +54,6 @@ def with_baseline() -> Rollout:
 
 def texts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Demonstrations:
     return tiny.demonstrations(groups=groups, columns=columns)
-
-
-def forgetting() -> Demonstrations:
-    """Make demonstrations of which every third is to be forgotten."""
-    data = texts()
-    signs = jnp.where(jnp.arange(len(data.group_id)) % 3 == 1, -1.0, 1.0)
-    return replace(data, weights=jnp.where(data.action_mask, signs[:, None], 0.0))
 
 
 def accepted() -> Completions:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import base64
 import zlib
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout.scoring import EpisodeOutcomes, EpisodeRows, Sampled
 from tpu_rl.types import Rollout
 
@@ -49,8 +50,8 @@ def from_json(values: dict[str, Any]) -> Sampled:
 
 
 def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
-    arrays = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
-    return {name: _array_to_json(array) for name, array in arrays.items() if array is not None}
+    arrays = fields_of(rollout).items()
+    return {name: _array_to_json(array) for name, array in arrays if array is not None}
 
 
 def _rollout_from_json(values: dict[str, Any]) -> Rollout:

@@ -160,14 +160,14 @@ class SamplerConfig(ranges.Checked):
         super().__post_init__()
         is_bias = all(token >= 0 and bias < math.inf for token, bias in self.logit_bias)
         known = {
-            "temperature": is_temperature(self.temperature),
-            "logit_bias": is_bias,
-            "stop_ids": all(token >= 0 for token in self.stop_ids),
+            "temperature": (self.temperature, is_temperature(self.temperature)),
+            "logit_bias": (self.logit_bias, is_bias),
+            "stop_ids": (self.stop_ids, all(token >= 0 for token in self.stop_ids)),
         }
-        for name, is_valid in known.items():
+        for name, (value, is_valid) in known.items():
             if not is_valid:
                 raise InputError(
-                    f"{name} is {getattr(self, name)!r}",
+                    f"{name} is {value!r}",
                     where=f"{self.FLAG}.{name}",
                     why="a temperature is 0, or from 1e-4 to 1e4; a bias is a pair of a token id "
                     "and a number below infinity; ids are not negative",

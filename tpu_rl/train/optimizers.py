@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import jax
@@ -12,27 +12,15 @@ import optax
 from optax import contrib
 
 from tpu_rl import ranges
-from tpu_rl.errors import InputError
-from tpu_rl.ranges import CountOrNone, In, NotNegative, Share
+from tpu_rl.ranges import CountOrNone, In, NotNegative, ReadOnlyWith, Share
 
 UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log", "_gain", "_scalar", "_min", "_max")
 """Weight decay skips leaves whose names end like this: norms, biases, bounds, and what the decays
 of linear attention are made of."""
 
-LEARNING_RATES = (1e-12, 1e2)
-"""The smallest and the largest learning rate. A smaller one changes no weight of 1e-4 in float32,
-whose neighbors are 7e-12 apart, within a step of AdamW."""
-
 MUON_RMS = 0.2
 """The root mean square of Muon's updates, as a multiple of the learning rate. It is that of AdamW's
 updates in practice (arXiv 2502.16982), so that the learning rates of AdamW suit Muon, too."""
-
-INAPPLICABLE: Mapping[str, tuple[str, ...]] = {
-    "adafactor": ("beta1", "beta2", "epsilon"),
-    "lion": ("epsilon",),
-    "sgd": ("beta2", "epsilon"),
-}
-"""Optimizer -> fields of its configuration that it does not have."""
 
 MatrixAxes = Callable[[str], tuple[tuple[int, ...], tuple[int, ...]] | None]
 """Name of a leaf -> its input axes and its output axes, counted from the last; None if the leaf is
@@ -40,15 +28,17 @@ no matrix that Muon should orthogonalize."""
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(ranges.Checked):
     """An optimizer with warm-up, a schedule and clipping by the global norm."""
+
+    FLAG = "--optimizer"
 
     name: Literal["adamw", "adafactor", "muon", "lion", "sgd"] = "adamw"
     """adafactor: a factored second moment, without a first one; learning rates as for adamw. muon:
     orthogonalized momentum for the matrices of the layers and AdamW for the rest, at one learning
     rate as for adamw. lion: the sign of the momentum; use a tenth to a third of adamw's learning
     rate. sgd: with momentum beta1; it needs far higher learning rates."""
-    learning_rate: float = 1e-6
+    learning_rate: Annotated[float, In("[1e-12, 1e2]", fix="use a value such as 1e-6")] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up: constant, or decay to `final_share` of the learning rate at the
     last step."""
@@ -57,12 +47,14 @@ class OptimizerConfig:
     final_share: Share = 0.1
     weight_decay: NotNegative = 0.0
     """The share of each matrix that a step takes off, as a multiple of the learning rate."""
-    beta1: Annotated[float, In("[0, 1)")] = 0.9
+    beta1: Annotated[float, In("[0, 1)"), ReadOnlyWith("name", "adamw", "muon", "lion", "sgd")] = (
+        0.9
+    )
     """Decay rate of the momentum; in muon, also of AdamW's first moment. In lion, the share of the
     momentum in an update. 0.95 is usual for muon."""
-    beta2: Annotated[float, In("[0, 1)")] = 0.999
+    beta2: Annotated[float, In("[0, 1)"), ReadOnlyWith("name", "adamw", "muon", "lion")] = 0.999
     """Decay rate of AdamW's second moment; in lion, of the momentum, where 0.99 is usual."""
-    epsilon: NotNegative = 1e-8
+    epsilon: Annotated[NotNegative, ReadOnlyWith("name", "adamw", "muon")] = 1e-8
     max_grad_norm: Annotated[float, In("(0, inf]")] = 1.0
     """Gradients with a larger global norm are scaled down to this norm."""
     continued: bool = False
@@ -72,27 +64,6 @@ class OptimizerConfig:
     """Keep the optimizer's state in host memory between optimizer steps. AdamW's takes twice the
     bytes of the parameters in float32. Each step copies it to the device and back; plan.py
     estimates the time that this takes."""
-
-    def __post_init__(self):
-        if not LEARNING_RATES[0] <= self.learning_rate <= LEARNING_RATES[1]:
-            raise InputError(
-                f"a learning rate of {self.learning_rate:g}",
-                where="--optimizer.learning-rate",
-                why=f"it is not between {LEARNING_RATES[0]:g} and {LEARNING_RATES[1]:g}: weights "
-                "would stay as they are, or become NaN",
-                fix="use a value such as 1e-6",
-            )
-        ranges.check(self, "--optimizer")
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in INAPPLICABLE.get(self.name, ()):
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise InputError(
-                    f"{name} {value} does not apply to {self.name}",
-                    where=f"--optimizer.{name}",
-                    why=f"{self.name} has no such setting",
-                    fix=f"drop it; if the preset sets it, --optimizer.{name} {defaults[name]}",
-                )
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

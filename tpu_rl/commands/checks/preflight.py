@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from tpu_rl import data, metrics, models, rewards, tokenizers, untrusted_files, wings
+from tpu_rl import data, metrics, models, ranges, rewards, tokenizers, untrusted_files, wings
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos.grpo import GrpoConfig
 from tpu_rl.commands import compose, micro_batches, roles
@@ -169,8 +169,7 @@ def ignored_generation_settings(directory: Path, sampling: SamplingConfig) -> st
     by_flag = [
         name
         for name, neutral in WITHOUT_EFFECT.items()
-        if source.get(name) not in (None, neutral)
-        and getattr(sampling, name) == getattr(SamplingConfig(), name)
+        if source.get(name) not in (None, neutral) and not ranges.is_set(sampling, name)
     ]
     if source.get("do_sample") is False:
         by_flag = [name for name in by_flag if name == "repetition_penalty"]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from tpu_rl import data
+from tpu_rl import data, ranges
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import compose, micro_batches
 from tpu_rl.commands import config as configuration
@@ -40,6 +40,7 @@ from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.evaluation import intervals
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.experience.sources import rollouts
+from tpu_rl.ranges import Count
 from tpu_rl.report import markdown
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.studies import comparison
@@ -54,11 +55,11 @@ RIGHT = "right"
 
 @dataclass(frozen=True)
 class Flags:
-    items: int = 20
+    items: Count = 20
     """Held-out problems."""
-    steps: int = 8
+    steps: Count = 8
     """Steps of the algorithm on each."""
-    samples: int = 8
+    samples: Count = 8
     """Answers to each, before and after."""
     variants: bool = False
     """Train on easier variants of the problem, and not on itself."""
@@ -100,9 +101,7 @@ def check(flags: Flags, config: ExperimentConfig) -> ExperimentConfig:
     Raises:
         InputError: if a setting is impossible, or the algorithm does not learn from rollouts alone.
     """
-    for name in ("items", "steps", "samples"):
-        if getattr(flags, name) < 1:
-            raise InputError(f"--{name} is {getattr(flags, name)}", fix="use at least 1")
+    ranges.check(flags, "--")
     rollout = config.rollout
     if (
         config.algorithm.experience.source != "rollouts"

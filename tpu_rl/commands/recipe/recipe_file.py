@@ -30,15 +30,16 @@ of the round before, and from outside the one of the last round.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+from tpu_rl import ranges
 from tpu_rl.commands.flags import flag_names, yaml_flags
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import Count, CountOrNone, Needs, NotNegative, ReadOnlyWith, Share
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 START = "start"
@@ -50,53 +51,50 @@ MODEL_KEYS = ("model", "model.path", "algorithm.teacher", "reward")
 """Flags that name models."""
 
 
+ROWS = ("completions", "pairs", "prompts", "written")
+"""Kinds of rows that a filter leaves; see `Keep.rows`."""
+OF_TEXTS = ReadOnlyWith("rows", "completions", "written")
+
+
 @dataclass(frozen=True)
 class Keep:
     """What a filter stage keeps of the completions that it has sampled, `batch.group-size` of each
     prompt."""
 
-    prompts: int = 0
+    prompts: CountOrNone = 0
     """The largest number of prompts to sample for; 0 takes all rows of a file."""
-    rows: Literal["completions", "pairs", "prompts", "written"] = "completions"
+    rows: str = "completions"
     """completions: rows with `completion`, those that pass. pairs: the best and the worst
     completion of a prompt as `chosen` and `rejected`. prompts: the rows as they were, chosen by how
     many of their completions pass. written: completions that pass become prompts of new rows."""
-    columns: str = ""
+    columns: Annotated[str, ReadOnlyWith("rows", "written")] = ""
     """written: FILE.py:FUNCTION, fn(texts, **columns) -> the columns of the new row of each text,
     such as its answer, or None for a text that is no problem. `columns` are those of the rows that
     asked. A returned `prompt` takes the place of the text. Without it new rows have a prompt
     alone."""
     min_reward: float = 0.5
     """The smallest total reward of a completion that passes."""
-    max_per_prompt: int = 0
+    max_per_prompt: Annotated[CountOrNone, OF_TEXTS] = 0
     """The largest number of completions of a prompt, the best ones; 0 keeps all that pass."""
-    duplicates: bool = False
+    duplicates: Annotated[bool, OF_TEXTS] = False
     """Keep completions of a prompt with the same text."""
-    pass_rate: tuple[float, float] = (0.0, 1.0)
+    pass_rate: tuple[Share, Share] = (0.0, 1.0)
     """Keep prompts of which this share of completions passes, both ends included."""
     concepts: str = ""
     """prompts: a column that names what a prompt is about. Prompts of the `weakest` concepts are
     kept, those of whose completions the smallest share passes."""
-    weakest: int = 1
+    weakest: Annotated[CountOrNone, Needs("concepts")] = 1
     """concepts: how many of them."""
-    gap: float = 0.0
+    gap: Annotated[NotNegative, ReadOnlyWith("rows", "pairs")] = 0.0
     """pairs: the smallest difference of the rewards; at 0, any difference above 0."""
-    step_end: str = ""
+    step_end: Annotated[str, ReadOnlyWith("rows", "pairs")] = ""
     """pairs: a text that ends a step. The pair is then a passing and a failing completion that
     begin with the most equal steps, both cut behind the first step in which they differ (Step-DPO,
     arXiv 2406.18629)."""
-    chunk: int = 256
+    chunk: Count = 256
     """Prompts that are sampled at once. A filter that was killed goes on after the last chunk."""
 
 
-READ_BY = {
-    "max-per-prompt": ("completions", "written"),
-    "duplicates": ("completions", "written"),
-    "columns": ("written",),
-    "gap": ("pairs",),
-    "step-end": ("pairs",),
-}
-"""Keys of `keep` -> the kinds of `rows` that read them; all others read all kinds."""
 TRAINING_FLAGS = ("steps", "epochs", "optimizer", "checkpoint", "evaluation", "phases", "stop")
 """First parts of flags that a stage with `keep` does not read."""
 
@@ -306,51 +304,29 @@ class _Reader:
 
 
 def _keep(values: Any, where: str) -> Keep:
-    """Return the rule of a filter. Raises InputError if a value has another type."""
+    """Return the rule of a filter.
+
+    Raises:
+        InputError: if a value has another type or range, or would change nothing.
+    """
     values = _mapping(values, "keep", where)
     names = {field.name.replace("_", "-"): field for field in fields(Keep)}
     _require_keys(values, tuple(names), f"{where}, keep")
-    checked: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
-        default = getattr(Keep, names[key].name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        default = names[key].default
+        value = tuple(value) if isinstance(value, list) else value
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        fits = isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
         if key == "pass-rate":
-            ends = value if isinstance(value, list) else []
-            fits = (
-                len(ends) == 2
-                and all(isinstance(end, int | float) for end in ends)
-                and 0 <= ends[0] <= ends[1] <= 1
-            )
-            value = tuple(ends) if fits else value
-        elif key == "rows":
-            fits = value in ("completions", "pairs", "prompts", "written")
-        elif isinstance(default, bool | str):
-            fits = isinstance(value, type(default))
-        elif isinstance(default, int):
-            fits = number and isinstance(value, int) and value >= (key == "chunk")
-        else:
-            fits = number and math.isfinite(value) and (key != "gap" or value >= 0)
-        if not fits:
+            fits = fits and len(value) == 2 and value[0] <= value[1]
+        if not fits or (key == "rows" and value not in ROWS):
             raise InputError(
-                f"keep: {key}: {value!r} is wrong",
-                where=where,
-                fix=f"the default is {list(default) if isinstance(default, tuple) else default}",
+                f"keep: {key}: {value!r} is wrong", where=where, fix=f"the default is {default}"
             )
-        checked[names[key].name] = value
-    keep = Keep(**checked)
-    unread = [key for key in values if keep.rows not in READ_BY.get(key, (keep.rows,))]
-    if "weakest" in values and not keep.concepts:
-        unread.append("weakest")
-    if unread:
-        readers = READ_BY.get(unread[0], ())
-        raise InputError(
-            f"keep: {unread[0]} would change nothing",
-            where=where,
-            why=f"rows: {keep.rows} does not read it" if readers else "there are no `concepts`",
-            fix=f"leave it out, or use {' or '.join(f'rows: {rows}' for rows in readers)}"
-            if readers
-            else "leave it out, or name the column of `concepts`",
-        )
+        settings[names[key].name] = value
+    keep = Keep(**settings)
+    ranges.check(keep, f"{where}, keep")
     return keep
 
 

@@ -66,11 +66,6 @@ def count(rows: Sequence[Row]) -> dict[str, int]:
     return {"flipped": sum(COLUMN in row for row in rows), "rows": len(rows)}
 
 
-def slice_of(row: Row) -> tuple[str, ...]:
-    """Return the slice of flipped rows, or none."""
-    return (COLUMN,) if COLUMN in row else ()
-
-
 @functools.cache
 def _note(message: str) -> None:
     print(f"note: {message}", file=sys.stderr)
