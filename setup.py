@@ -5,15 +5,18 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+JAX = ">=0.7.2,<0.13"
+"""Both ends are tested: constraints/colab.txt and constraints/newest.txt. Differences between the
+versions are in tpu_rl/jax_versions.py."""
 
 EXTRAS = {
     # CUDA 13 needs driver 580 or newer, CUDA 12 needs 525.
-    "cuda": ["jax[cuda13]>=0.10.2,<0.11.1"],
-    "cuda12": ["jax[cuda12]>=0.10.2,<0.11.1"],
-    "tpu": ["jax[tpu]>=0.10.2,<0.11.1"],
+    "cuda": [f"jax[cuda13]{JAX}"],
+    "cuda12": [f"jax[cuda12]{JAX}"],
+    "tpu": [f"jax[tpu]{JAX}"],
     # For launch/plan.py on any machine: the TPU compiler, libtpu, in the version that each jax
     # names.
-    "plan": ["jax[tpu]>=0.10.2,<0.11.1"],
+    "plan": [f"jax[tpu]{JAX}"],
     "math": ["math-verify[antlr4_13_2]>=0.9"],
     "parquet": ["pyarrow"],
     "datasets": ["datasets", "pyarrow"],
@@ -69,10 +72,10 @@ setup(
     package_data={"tpu_rl": ["py.typed", "pretrained/*/*"]},
     entry_points={"console_scripts": ["tpu-rl = tpu_rl.commands.cli:main"]},
     install_requires=[
-        "jax>=0.10.2,<0.11.1",
-        "flax>=0.12.8,<0.13",
+        f"jax{JAX}",
+        "flax>=0.11.2,<0.13",
         "optax>=0.2.8",
-        "orbax-checkpoint>=0.12.8",
+        "orbax-checkpoint>=0.12.4",
         "tensorstore",
         "grain>=0.2.18",
         "transformers>=5.0",

@@ -40,7 +40,7 @@ WINGS = {
 """Folder of tpu_rl -> what it holds. All others are the core: it reaches a wing by a table of
 `tpu_rl.wings` only."""
 
-BASICS = {"types", "errors", "sums", "ranges", "plain_values", "lazy"}
+BASICS = {"types", "errors", "sums", "ranges", "plain_values", "lazy", "jax_versions"}
 STATE = BASICS | {"train.sharding"}
 MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
 WORKERS = {"runtime.workers", "runtime.worker_child", "runtime.verl_rewards", "runtime.segments"}
@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "redaction": set(),
     "errors": {"redaction"},
     "lazy": set(),
+    "jax_versions": set(),
     "wings": {"lazy"},
     "ranges": {"errors", "plain_values"},
     "run_files": {"errors"},

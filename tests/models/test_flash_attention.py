@@ -380,7 +380,7 @@ def test_cycles_of_other_heads_and_chips_are_those_of_the_nearest(
     chip, width, dtype, like, monkeypatch
 ):
     info = SimpleNamespace(chip_version=chip, num_cores=2)
-    monkeypatch.setattr(flash_cycles.pltpu, "get_tpu_info", lambda: info)
+    monkeypatch.setattr(flash_cycles.jax_versions, "tpu_info", lambda: info)
     visits = flash_cycles.Visits(steps=16, visible=10, full=6, edges=4)
     name = "flash_attention_gradients"
     found = flash_cycles.expected(name, width, jnp.dtype(dtype), visits, 512 * 512)

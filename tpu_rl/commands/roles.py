@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_rl import models, sampler, tokenizers
+from tpu_rl import jax_versions, models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
 from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
@@ -314,7 +314,8 @@ def _replaying(model: Model) -> Model:
 
 def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
     """Return True if attention uses the kernel for TPUs."""
-    return config.model.attention == "auto" and mesh.devices.flat[0].platform == "tpu"
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    return on_tpu and config.model.attention == "auto" and jax_versions.can_compile_kernels()
 
 
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from tpu_rl import jax_versions
 from tpu_rl.train import sharding
 
 
@@ -123,7 +124,7 @@ def chip_bytes(tree: Any, *, on_host: bool = False) -> int:
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         # Numbers of four bits share bytes in the memory of devices.
-        bits = 64 if is_key else jax.dtypes.itemsize_bits(leaf.dtype)
+        bits = 64 if is_key else jax_versions.itemsize_bits(leaf.dtype)
         return math.prod(shape) * bits // 8
 
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from tpu_rl import jax_versions
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import (
     Algorithm,
@@ -218,7 +219,7 @@ def compiler_options(mesh: Mesh, whole_products: bool = True) -> dict[str, Any] 
         return dict(ASYNCHRONOUS_COLLECTIVES)
     if device.platform == "gpu" and mesh.size > 1:
         return {"xla_gpu_enable_latency_hiding_scheduler": True}
-    if device.platform == "cpu" and jax.__version__.startswith("0.10."):
+    if device.platform == "cpu" and jax_versions.RELEASE[:2] == (0, 10):
         return {"xla_cpu_experimental_ynn_fusion_type": ""}
     return None
 

@@ -243,6 +243,9 @@ def _compiler_devices(named: Topology) -> list[Any]:
     import jax
     from jax.experimental.topologies import get_topology_desc
 
+    from tpu_rl import jax_versions
+
+    jax_versions.allow_absent_devices()
     options: dict[str, Any] = {}
     if named.slices > 1:
         options["num_slices"] = named.slices

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpu_rl import data, models, rewards
+from tpu_rl import data, jax_versions, models, rewards
 from tpu_rl.commands import compose, continued, roles
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import ExperimentConfig, FileData, Stage, to_dict
@@ -337,7 +337,9 @@ def model_table(config: ExperimentConfig) -> Table:
     for name, shapes in roles.param_shapes(config, base).items():
         leaves = jax.tree.leaves(shapes)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
-        bits = sum(math.prod(leaf.shape) * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in leaves)
+        bits = sum(
+            math.prod(leaf.shape) * jax_versions.itemsize_bits(leaf.dtype) for leaf in leaves
+        )
         state = "frozen"
         if name in trained:
             state_size = optimizers.state_bytes(config.optimizer, shapes, models.matrix_axes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
+
+from tpu_rl import jax_versions
 
 SCORES = 512 * 512
 """Scores that the cycles of a block are stated for."""
@@ -138,9 +139,8 @@ def expected(kernel: str, head_dim: int, dtype: Any, visits: Visits, block_score
     A head between two sizes of `CYCLES` counts as the larger one, as it fills the same tiles. One
     above all of them takes as much longer as it is wider.
     """
-    try:
-        info = pltpu.get_tpu_info()
-    except ValueError:  # Not a TPU.
+    info = jax_versions.tpu_info()
+    if info is None:
         return 0
     sizes = CYCLES.get(str(info.chip_version))
     if sizes is None or dtype != jnp.bfloat16:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tpu_rl import jax_versions
 from tpu_rl.models import layers
 from tpu_rl.models.attention import flash_cycles
 from tpu_rl.models.attention.flash_cycles import Visits
@@ -86,9 +87,8 @@ def chip() -> tuple[Tuning, int]:
 
     It is that of jax's mesh, if there is one.
     """
-    try:
-        info = pltpu.get_tpu_info()
-    except ValueError:  # Not a TPU: kernels are interpreted, or only their costs are read.
+    info = jax_versions.tpu_info()
+    if info is None:  # Kernels are interpreted, only their costs are read, or jax is old.
         return TUNING[128], DEFAULT_VECTOR_BYTES
     return TUNING[info.mxu_column_size], info.vmem_capacity_bytes
 
