@@ -46,8 +46,11 @@ def test_as_many_completions_are_decoded_at_once_as_fit():
         chosen, _ = meshes.choose_sampling(config, model, mesh, memory)
         return chosen.sampling.slots
 
+    # The 256 completions of a step, and not the 500 of an evaluation, decide.
     found = [slots(memory) for memory in (2**30, 80 * 2**20, 40 * 2**20, 2**20)]
-    assert found == [500, 256, 128, 16]
+    assert found == [256, 256, 128, 16]
+    few = replace(config, batch=replace(config.batch, prompts=2, group_size=4))
+    assert slots(2**30, few) == 64
     assert slots(None) == 256
     given = replace(config, sampling=replace(config.sampling, max_num_seqs=7))
     assert slots(2**30, given) == 7

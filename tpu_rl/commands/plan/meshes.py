@@ -209,9 +209,14 @@ FEW_SLOTS = 16
 """So many slots are not halved any more, whether they fit or not."""
 
 
+MOST_OF_EVALUATION = 64
+"""Slots for the sake of an evaluation, which is rarer than steps, if a step has fewer."""
+
+
 def _completions(config: ExperimentConfig) -> int:
-    """Return the completions of a step or of an evaluation, whichever has more."""
-    return max(config.batch.prompts * config.batch.group_size, config.evaluation.rows)
+    """Return the completions that are decoded together: those of a step, or at least some."""
+    of_step = config.batch.prompts * config.batch.group_size
+    return max(of_step, min(config.evaluation.rows, MOST_OF_EVALUATION))
 
 
 def _choose_slots(
