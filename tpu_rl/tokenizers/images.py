@@ -332,10 +332,12 @@ def opened(source: Any, folder: Path, place: str, read: Callable[[Any], Any] | N
         *(UnidentifiedImageError, Image.DecompressionBombError, RuntimeError),
         *(LookupError, ArithmeticError, AttributeError, NotImplementedError, struct.error),
     ) as error:
+        unknown = isinstance(error, UnidentifiedImageError)  # Its message names a Python object.
+        why = "its bytes are those of no picture" if unknown else str(error)[:300]
         raise InputError(
             f"{place} cannot be read",
             where=shown,
-            why=str(error)[:300] or type(error).__name__,
+            why=why or type(error).__name__,
             fix="give a PNG, JPEG or other file that PIL reads: a path, bytes or a data URL",
         ) from error
 
