@@ -65,7 +65,7 @@ class Related:
             {"gamma": 0.5},
             "gamma is not read with credit episode",
             "--a.gamma, --a.credit",
-            "use --a.credit turn or step, or leave --a.gamma out",
+            "use --a.credit turn or step, or leave --a.gamma out (the default is 1.0)",
         ),
         (
             {"target": 1.0},

@@ -55,9 +55,7 @@ class ReadOnlyWith:
             return None
         *first, last = map(str, self.values)
         values = f"{', '.join(first)} or {last}" if first else last
-        default = next(
-            field.default for field in dataclasses.fields(settings) if field.name == name
-        )
+        default = next(x.default for x in dataclasses.fields(settings) if x.name == name)
         known = f" (the default is {default})" if isinstance(default, int | float) else ""
         fix = f"use {flag(self.other)} {values}, or leave {flag(name)} out{known}"
         return Problem(f"{name} is not read with {self.other} {value}", (self.other,), fix)

@@ -268,8 +268,8 @@ def compared_scores(
     if log_probs is None:
         log_probs = token_log_probs(policy, params, batch.rows).log_probs
     own = scores_of_pairs(batch, weighed(batch, log_probs), averaged=False)
-    others = weighed(batch, batch.reference_log_probs)
-    reference = scores_of_pairs(batch, others, averaged=False)
+    reference_log_probs = weighed(batch, batch.reference_log_probs)
+    reference = scores_of_pairs(batch, reference_log_probs, averaged=False)
     if matched == "completions":
         return preference.Pair(own.chosen - reference.chosen, own.rejected - reference.rejected)
     return preference.Pair(own.chosen - own.rejected, reference.chosen - reference.rejected)

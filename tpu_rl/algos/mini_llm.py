@@ -86,7 +86,8 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         draft = begin(experience, params, roles["policy"], sampling.temperature)
-        rollout, layout = draft.rollout, draft.layout
+        rollout = draft.rollout
+        layout = draft.layout
         mask = rollout.action_mask
         draft = draft._replace(learned=mask)
         for part in corrections:

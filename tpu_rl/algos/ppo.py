@@ -167,8 +167,11 @@ def of_critic(config: PpoConfig, critic: Role) -> Callable[[Draft], Draft]:
     by_turn = config.credit == "turn"
 
     def estimate_advantages(draft: Draft) -> Draft:
-        rollout, layout, rewards = draft.rollout, draft.layout, draft.rewards
-        mask, episode_id = rollout.action_mask, rollout.episode_id
+        rollout = draft.rollout
+        layout = draft.layout
+        rewards = draft.rewards
+        mask = rollout.action_mask
+        episode_id = rollout.episode_id
         # V_t, [N, T], of the critic before the update.
         values = layout.unpack(
             packing.over_micro_batches(

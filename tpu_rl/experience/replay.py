@@ -17,6 +17,7 @@ import numpy as np
 
 from tpu_rl import data
 from tpu_rl.experience.transforms import AddedRow, add_rows
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import RowSource, TrainState
@@ -49,7 +50,7 @@ class Replay:
         mixed = add_rows(scored, [[row] for row in rows], RowSource.REPLAY)
         rollout = mixed.rollout
         numbers = {
-            name: np.array(getattr(rollout, name))
+            name: np.array(fields_of(rollout)[name])
             for name in ("log_probs", "behaviour_log_probs", "rewards", "scored")
         }
         mask = np.asarray(rollout.action_mask)

@@ -22,6 +22,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import (
@@ -348,10 +349,11 @@ def add_rows(
         return result
 
     rollout = widened.rollout
+    arrays = fields_of(rollout)
     per_token = {
-        name: cleared(getattr(rollout, name))
+        name: cleared(arrays[name])
         for name in ("log_probs", "behaviour_log_probs", "rewards", "routing")
-        if getattr(rollout, name) is not None
+        if arrays[name] is not None
     }
     if any(added.learned is not None for added in flat):
         row_numbers = np.arange(len(tokens))

@@ -38,8 +38,8 @@ def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) 
 
     hidden = jax.lax.stop_gradient(role.hidden(params, rows))
     chunk_tokens = tokens_at_once(vocabulary(role, params, hidden))
-    found = over_actions(likeliest, rows, hidden, chunk_tokens=chunk_tokens)
-    return jnp.where(mask & (rows.positions > 0), found, rows.tokens)
+    tokens = over_actions(likeliest, rows, hidden, chunk_tokens=chunk_tokens)
+    return jnp.where(mask & (rows.positions > 0), tokens, rows.tokens)
 
 
 def mixed_log_probs(

@@ -62,7 +62,7 @@ class PolicyBatch:
     shares: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
     """Metric -> a number of each token. The metric is the mean over the actions."""
     extras: dict[str, Any] = struct.field(default_factory=dict, kw_only=True)
-    """What a single part or method adds, by a name of its own."""
+    """Arrays that a single part or method adds, by a name of its own."""
 
     def with_weights(self, **weights: Array) -> PolicyBatch:
         """Set weights by their names."""
@@ -82,7 +82,7 @@ class Draft(NamedTuple):
     max_new_tokens: int
     """The length limit of a completion."""
     rewards: Array
-    """What returns are computed from: the rollout's rewards with the changes of parts."""
+    """The rollout's rewards with the changes of parts; returns are their sums."""
     returns: Array
     """[N]: their sums."""
     learned: Array
@@ -131,7 +131,8 @@ class Draft(NamedTuple):
 
     def pack(self, weights: Array) -> PolicyBatch:
         """Move advantages and weights [N, T] into packed rows, and add the log-probs."""
-        rollout, layout = self.rollout, self.layout
+        rollout = self.rollout
+        layout = self.layout
         sampler_log_probs = layout.pack(rollout.log_probs)
         # With recomputed old log-probs, the sampler's are kept for the gap between the two.
         sampler = {"sampler_log_probs": sampler_log_probs} if "old_log_probs" in self.fields else {}
@@ -183,7 +184,7 @@ Controller = tuple[InitState, AfterUpdate]
 
 
 class Prediction(NamedTuple):
-    """What the loss has computed of a micro-batch."""
+    """Log-probs and hidden states of a micro-batch, for terms of the loss."""
 
     tokens: TokenLogProbs
     log_probs: Array

@@ -142,17 +142,20 @@ def correction(config: SamplerCorrection) -> Part:
         draft = draft.recompute() if config.recomputes else draft
         recomputed = draft.recomputed if config.recomputes else None
         old = None if recomputed is None else recomputed.log_probs
-        rollout, layout = draft.rollout, draft.layout
-        found = correct(config, rollout, layout, actions_of(rollout), old)
+        rollout = draft.rollout
+        layout = draft.layout
+        weights = correct(config, rollout, layout, actions_of(rollout), old)
         fields = {} if old is None else {"old_log_probs": old}
-        if found.importance is not None:
-            fields["importance"] = layout.pack(found.importance)
+        if weights.importance is not None:
+            fields["importance"] = layout.pack(weights.importance)
         shares = {
-            "policy/importance_capped": found.capped,
-            "policy/rejected": found.rejected,
+            "policy/importance_capped": weights.capped,
+            "policy/rejected": weights.rejected,
         }
         shares = {name: values for name, values in shares.items() if values is not None}
-        draft = draft._replace(learned=found.keep(draft.learned), shares={**draft.shares, **shares})
+        draft = draft._replace(
+            learned=weights.keep(draft.learned), shares={**draft.shares, **shares}
+        )
         return draft.with_fields(**fields), state
 
     def losses(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:

@@ -36,13 +36,13 @@ def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     settings = context.config.rollout
     spec = stage.algorithm.experience
     adapts = spec.adapts_temperature
-    own = compose.learned_decoding(context, spec)
-    answering = compose.engine(context.config, own, compose.scorer(context))
+    decoding = compose.learned_decoding(context, spec)
+    engine = compose.engine(context.config, decoding, compose.scorer(context))
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
         stream = compose.row_stream(context, stage, compose.rows_at_once(context.config))
-        source = _source_of(context, answering, stream, chain, adapts)
+        source = _source_of(context, engine, stream, chain, adapts)
         return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = compose.prompt_room(context.config, tokenizer)
@@ -52,7 +52,7 @@ def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         settings.curriculum,
         lambda row: tokenizer.row_length(row) <= room,
     )
-    source = _source_of(context, answering, stream, [stream.observe, *chain], adapts)
+    source = _source_of(context, engine, stream, [stream.observe, *chain], adapts)
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)

@@ -16,9 +16,8 @@ from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig, SamplingConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
 from tpu_rl.experience.sources import pairing
-from tpu_rl.rollout import dynamic_sampling
+from tpu_rl.experience.sources.rollouts import batch_sampler
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Pairs, TrainState
 
@@ -39,20 +38,10 @@ def sampled_pair_source(
     With `graded`, each completion stands for itself, with True if it is good. The last two
     arguments are those of `rollouts.rollout_source`.
     """
-    num_completions = batch.prompts * batch.group_size
+    sample = batch_sampler(engine, stream, batch, dynamic_sampling_rounds, only_needed)
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        def roll_out(rows: list[Row], round_: int) -> Scored:
-            request = RolloutRequest(rows, step, round_ * num_completions, int(state.step))
-            return engine.roll_out(state.params, request)
-
-        scored = dynamic_sampling.collect(
-            stream.take if only_needed else lambda _: next(stream)[1],
-            roll_out,
-            batch.prompts,
-            dynamic_sampling_rounds,
-            only_needed,
-        )
+        scored = sample(step, state)
         pairs, num_without = pairing.grade(scored) if graded else pairing.pair_up(scored)
         num_groups = len(np.unique(pairs.group_id))
         experience = from_scored(scored, step, pairs)

@@ -36,23 +36,30 @@ def rollout_source(
         transforms: what happens to each batch before it is packed.
         only_needed: see `dynamic_sampling.collect`.
     """
-    num_completions = batch.prompts * batch.group_size
+    sample = batch_sampler(engine, stream, batch, dynamic_sampling_rounds, only_needed)
 
     def draw(step: int, state: TrainState) -> StepExperience:
+        return from_scored(apply(transforms, sample(step, state), step, state), step)
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def batch_sampler(
+    engine: Engine, stream: data.RowStream, batch: BatchConfig, rounds: int, only_needed: bool
+) -> Callable[[int, TrainState], Scored]:
+    """Return the function (step, state) -> a batch of scored completions, of at most `rounds`
+    further rounds."""
+    num_completions = batch.prompts * batch.group_size
+
+    def sample(step: int, state: TrainState) -> Scored:
         def roll_out(rows: list[Row], round_: int) -> Scored:
             request = RolloutRequest(rows, step, round_ * num_completions, int(state.step))
             return engine.roll_out(state.params, request)
 
-        scored = dynamic_sampling.collect(
-            stream.take if only_needed else lambda _: next(stream)[1],
-            roll_out,
-            batch.prompts,
-            dynamic_sampling_rounds,
-            only_needed,
-        )
-        return from_scored(apply(transforms, scored, step, state), step)
+        next_rows = stream.take if only_needed else lambda _: next(stream)[1]
+        return dynamic_sampling.collect(next_rows, roll_out, batch.prompts, rounds, only_needed)
 
-    return Source(draw, stream.get_state, stream.set_state)
+    return sample
 
 
 def at_temperature(source: Source, factor_of: Callable[[Any], Array]) -> Source:
