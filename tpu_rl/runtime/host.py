@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from tpu_rl import jax_versions
 from tpu_rl.errors import MachineError, typed_command
 
 TPU_DEVICES = ("/dev/accel", "/dev/vfio/")
@@ -106,8 +107,7 @@ def _misfit() -> str:
 
 def warn_of_unused_accelerators() -> None:
     """Print a warning if this machine has an accelerator that JAX does not use."""
-    advice = unused_accelerator()
-    if advice:
+    if advice := unused_accelerator():
         print(f"warning: {advice}", file=sys.stderr)
 
 
@@ -146,7 +146,8 @@ rows."""
 def exact_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables to set before JAX starts, for `DecoderConfig.exact` on CPUs."""
     flags = environment.get("XLA_FLAGS", "")
-    if WITHOUT_YNNPACK.rstrip("=") in flags:
+    # Before 0.9.2 jax does not know the flag, and ends at one that it does not know.
+    if WITHOUT_YNNPACK.rstrip("=") in flags or jax_versions.RELEASE < (0, 9, 2):
         return {}
     return {"XLA_FLAGS": f"{flags} {WITHOUT_YNNPACK}".strip()}
 
