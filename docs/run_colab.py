@@ -1,10 +1,12 @@
 """Run a notebook of this folder from its first cell to its last, and keep in it what it shows.
 
     python docs/run_colab.py RUN_DIR [--notebook docs/colab.ipynb] [--to NOTEBOOK]
+        [--install REPOSITORY] [--short]
 
 A cell with the tag `shown` gets what it printed as its output, and one with the tag `curve` also
-the picture that it drew. The cell that installs the package is left out: the code of this folder
-runs.
+the picture that it drew. The cell that installs the package is left out, and the code of this
+folder runs, unless --install names a repository or a wheel. Cells with the tag `real`, which
+want an accelerator and the hub, are left out. With --short every run has three steps.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ NOTEBOOK = Path(__file__).with_name("colab.ipynb")
 COLORS = 64
 """Colors of the picture, so that the notebook stays small."""
 RUN = re.compile(r'(?m)^RUN = "runs/\w+"$')
+STEPS = re.compile(r"--steps \d+")
 COMMAND = re.compile(r"(?m)^!((?:.*\\\n)*.*)$")
 """What a shell does."""
 
@@ -39,20 +42,29 @@ def tagged(cell: dict[str, Any], tag: str) -> bool:
     return tag in cell["metadata"].get("tags", [])
 
 
-def programs(run_dir: Path, notebook: Path = NOTEBOOK) -> list[tuple[int, str]]:
-    """Return (index of the cell, its code) of all cells but the one that installs the package.
+def programs(
+    run_dir: Path, notebook: Path = NOTEBOOK, without: tuple[str, ...] = ("install", "real")
+) -> list[tuple[int, str]]:
+    """Return (index of the cell, its code) of all cells but those with some tags.
 
     What a shell would do becomes a call, and the run folder is `run_dir`.
     """
     cells = [(i, cell) for i, cell in enumerate(read(notebook)["cells"])]
     cells = [(i, cell) for i, cell in cells if cell["cell_type"] == "code"]
-    own = [(i, "".join(cell["source"])) for i, cell in cells if not tagged(cell, "install")]
-    assert len(own) == len(cells) - 1
+    assert sum(tagged(cell, "install") for _, cell in cells) == 1
+    own = [
+        (i, "".join(cell["source"]))
+        for i, cell in cells
+        if not any(tagged(cell, tag) for tag in without)
+    ]
     assert sum(len(RUN.findall(text)) for _, text in own) == 1
 
     def program(text: str) -> str:
         text = RUN.sub(lambda _: f"RUN = {str(run_dir)!r}", text)
         text = text.replace("!python ", f"!{sys.executable} ")
+        text = text.replace("!pip ", f"!{sys.executable} -m pip ")
+        text = text.replace("!tpu-rl ", f"!{sys.executable} -m tpu_rl.commands.cli ")
+        text = re.sub(r"(?m)^%cd \$(\w+)$", r"__import__('os').chdir(\1)", text)
         return COMMAND.sub(lambda found: f"shell(expand({found[1]!r}, globals()))", text)
 
     return [(i, program(text)) for i, text in own]
@@ -77,8 +89,17 @@ def shell(command: str) -> None:
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def run(run_dir: Path, notebook_path: Path = NOTEBOOK) -> dict[str, Any]:
-    """Run all cells and return the notebook with the outputs that it shows."""
+def run(
+    run_dir: Path,
+    notebook_path: Path = NOTEBOOK,
+    repository: str = "",
+    short: bool = False,
+    accelerator: str = "cpu",
+) -> dict[str, Any]:
+    """Run all cells and return the notebook with the outputs that it shows.
+
+    `accelerator` is what the cell that installs the package finds, if it does not run.
+    """
     # Colab brings IPython; here a picture need not be shown.
     display: Any = types.ModuleType("IPython.display")
     display.Image = lambda path, **settings: path
@@ -87,7 +108,12 @@ def run(run_dir: Path, notebook_path: Path = NOTEBOOK) -> dict[str, Any]:
     sys.modules |= {"IPython": ipython, "IPython.display": display}
     notebook = read(notebook_path)
     variables: dict[str, Any] = {"__name__": "__main__", "expand": expand, "shell": shell}
-    for i, program in programs(run_dir, notebook_path):
+    variables |= {"_exit_code": 0, "ACCELERATOR": accelerator, "Path": Path}
+    without = ("real",) if repository else ("install", "real")
+    for i, program in programs(run_dir, notebook_path, without):
+        program = program.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}")
+        if short:
+            program = STEPS.sub("--steps 3", program)
         cell = notebook["cells"][i]
         has_curve = tagged(cell, "curve")
         printed = io.StringIO()
@@ -130,9 +156,13 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--notebook", type=Path, default=NOTEBOOK)
     parser.add_argument("--to", type=Path, help="the default is the notebook itself")
+    parser.add_argument("--install", default="", metavar="REPOSITORY")
+    parser.add_argument("--short", action="store_true")
     flags = parser.parse_args()
-    flags.run_dir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(run(flags.run_dir, flags.notebook), indent=1, ensure_ascii=False)
+    run_dir = flags.run_dir.resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    notebook = run(run_dir, flags.notebook.resolve(), flags.install, flags.short)
+    text = json.dumps(notebook, indent=1, ensure_ascii=False)
     (flags.to or flags.notebook).write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,8 @@
 """The notebooks, cell by cell, on the machine that runs the tests."""
 
 import base64
+import glob
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -10,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +24,7 @@ from tpu_rl.commands.plan import plan
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"
 CHAIN = ROOT / "docs" / "chain.ipynb"
+KAGGLE = ROOT / "docs" / "kaggle.ipynb"
 PROGRAM = ROOT / "docs" / "run_colab.py"
 
 
@@ -67,15 +71,19 @@ def run_colab_fixture():
     return run_colab
 
 
-def stages_of_chain(run_colab, monkeypatch, tmp_path):
-    """Return the flags of launch/run.py that the chain gives for each of its stages."""
+def stages_of_chain(run_colab, monkeypatch, tmp_path, accelerator="cpu"):
+    """Return the flags of `tpu-rl run` that the chain gives for each of its stages."""
     commands = []
     monkeypatch.setattr(run_colab, "shell", commands.append)
     monkeypatch.chdir(ROOT)
-    run_colab.run(tmp_path, CHAIN)
-    commands = [command.replace("\\\n", " ") for command in commands]
-    runs = [shlex.split(command) for command in commands if "launch/run.py" in command]
-    return [words[words.index("launch/run.py") + 1 :] for words in runs]
+    run_colab.run(tmp_path, CHAIN, accelerator=accelerator)
+    return runs_in(commands)
+
+
+def runs_in(commands):
+    """Return the flags of each `tpu-rl run` among commands."""
+    words = [shlex.split(command.replace("\\\n", " ")) for command in commands]
+    return [each[each.index("run") + 1 :] for each in words if "run" in each]
 
 
 def test_the_stages_of_the_chain_follow_each_other(run_colab, monkeypatch, tmp_path):
@@ -98,7 +106,8 @@ def test_the_stages_of_the_chain_follow_each_other(run_colab, monkeypatch, tmp_p
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", range(3), ids=["sft", "dpo", "grpo"])
 def test_the_stages_of_the_chain_compile_for_a_slice(run_colab, monkeypatch, tmp_path, number):
-    flags = stages_of_chain(run_colab, monkeypatch, tmp_path)[number]
+    flags = stages_of_chain(run_colab, monkeypatch, tmp_path, "tpu")[number]
+    assert "bfloat16" in flags
     flags[flags.index("--model.path") + 1] = "SmolLM2-135M"
     to = tmp_path / "plan.json"
     assert plan.main([*flags, "--topology", "v5e:2x4", "--json", str(to)]) == 0
@@ -128,3 +137,81 @@ def test_the_notebook_shows_the_curve_of_its_run(run_colab):
     assert after > before
     assert picture.startswith(b"\x89PNG")
     assert NOTEBOOK.stat().st_size < 100_000
+
+
+def cells_of(notebook, tag):
+    """Return the code of the cells with a tag."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if tag in cell["metadata"].get("tags", [])]
+
+
+def test_the_notebooks_install_alike_and_refuse_an_address_that_is_not_set(run_colab, tmp_path):
+    [cell] = cells_of(NOTEBOOK, "install")
+    assert cells_of(CHAIN, "install") == cells_of(KAGGLE, "install") == [cell]
+    program = dict(run_colab.programs(tmp_path, NOTEBOOK, without=()))
+    with pytest.raises(RuntimeError, match="set REPOSITORY"):
+        exec(program[min(program)], {})
+
+
+@pytest.mark.parametrize("tpu", [False, True], ids=["cpu", "tpu"])
+@pytest.mark.parametrize("package", ["https://example.org/tpu_rl", "/content/tpu_rl-0.1.0.whl"])
+def test_the_installation_keeps_the_machines_jax(run_colab, monkeypatch, tmp_path, tpu, package):
+    """On a TPU it adds the libtpu that this jax names."""
+    monkeypatch.setattr(
+        glob, "glob", lambda pattern: ["/dev/accel0"] * (tpu and "accel" in pattern)
+    )
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tpu_rl_notebook").mkdir()
+    commands = []
+    program = dict(run_colab.programs(tmp_path, NOTEBOOK, without=()))
+    text = program[min(program)].replace('REPOSITORY = ""', f"REPOSITORY = {package!r}")
+    expand = run_colab.expand
+    variables = {"shell": commands.append, "expand": expand, "_exit_code": 0}
+    exec(text, variables)
+    fetch, install = commands
+    assert ("git clone" in fetch) is package.startswith("https")
+    assert f"jax{'[tpu]' * tpu}=={importlib.metadata.version('jax')}" in install
+    assert Path.cwd() == tmp_path / "tpu_rl_notebook"
+    exec(text, variables)  # A second time, from there.
+    assert commands[:2] == commands[2:]
+    assert Path.cwd() == tmp_path / "tpu_rl_notebook"
+
+
+REAL = ["TPU v5 lite*1", "TPU v6 lite*1", "TPU v5 lite*8", "Tesla T4*1", "cpu*1"]
+
+
+def real_run(run_colab, monkeypatch, notebook, found):
+    """Return (topology, flags) of the run of GSM8K on a machine."""
+    done = SimpleNamespace(stdout=found + "\n")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **settings: done)
+    commands = []
+    variables = {"shell": commands.append, "expand": run_colab.expand, "RUN": "runs/real"}
+    for _, program in run_colab.programs(Path("real"), notebook, without=("install",)):
+        if "MODEL" in program or "$RUN/gsm8k" in program or "PLAN" in program:
+            exec(program, variables)
+    [flags] = [flags for flags in runs_in(commands) if "gsm8k_lora" in flags]
+    return variables["TOPOLOGY"], flags
+
+
+@pytest.mark.parametrize("found", REAL)
+@pytest.mark.parametrize("notebook", [NOTEBOOK, KAGGLE], ids=["colab", "kaggle"])
+def test_the_real_run_has_sizes_for_the_machine(run_colab, monkeypatch, notebook, found):
+    topology, flags = real_run(run_colab, monkeypatch, notebook, found)
+    config = configuration.parse(flags)
+    assert (config.model.dtype == "float32") is found.startswith("Tesla")
+    assert bool(topology) is found.startswith("TPU")
+    assert config.data.path == "openai/gsm8k"
+
+
+@needs_libtpu
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("found", REAL[:3])
+def test_the_real_run_fits_the_machine(run_colab, monkeypatch, tmp_path, found):
+    topology, flags = real_run(run_colab, monkeypatch, NOTEBOOK, found)
+    monkeypatch.undo()
+    flags[flags.index("--model.path") + 1] = "Qwen2.5-0.5B"
+    to = tmp_path / "plan.json"
+    assert plan.main([*flags, "--topology", topology, "--json", str(to)]) == 0
+    assert all(step["fits"] for step in json.loads(to.read_text())["steps"])

@@ -13,7 +13,6 @@ This module imports neither JAX nor anything else that takes time.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -144,6 +143,8 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 def _acquire(path: Path, file: TextIO) -> None:
     """Lock the file, or raise InputError that names the holder."""
+    import fcntl
+
     deadline = time.monotonic() + _HOLDER_SECONDS
     while True:
         try:

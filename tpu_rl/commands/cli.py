@@ -21,7 +21,7 @@ from types import ModuleType
 
 import tpu_rl
 from tpu_rl import redaction
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, MachineError
 from tpu_rl.runtime import stdio
 
 IGNORE_CLOSED_PIPES = ("run", "serve", "report")
@@ -50,6 +50,9 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if sys.platform == "win32":
+        print("error: Windows has no POSIX signals and locks: use tpu_rl in WSL 2", file=sys.stderr)
+        return MachineError.code
     redaction.redact_tracebacks()
     if argv and argv[0] in IGNORE_CLOSED_PIPES:
         stdio.ignore_closed_pipes()

@@ -6,7 +6,6 @@ import errno
 import importlib.metadata
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from tpu_rl import jax_versions
 from tpu_rl.errors import MachineError, typed_command
 
 TPU_DEVICES = ("/dev/accel", "/dev/vfio/")
@@ -33,6 +33,8 @@ def peak_memory_bytes() -> int:
     peaks = [stat["peak_bytes_in_use"] for stat in stats if stat and "peak_bytes_in_use" in stat]
     if peaks:
         return max(peaks)
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -95,27 +97,21 @@ def unused_accelerator(root: Path = Path("/")) -> str | None:
 def _misfit() -> str:
     """Return the installed plugin of jax that is not of jax's own version, "" if none is."""
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version != jax.__version__:
-            return f", because {name} {version} does not fit jax {jax.__version__}"
+        for found in importlib.metadata.distributions(name=name):
+            if found.version != jax.__version__:
+                return f", because {name} {found.version} does not fit jax {jax.__version__}"
     return ""
 
 
 def warn_of_unused_accelerators() -> None:
     """Print a warning if this machine has an accelerator that JAX does not use."""
-    advice = unused_accelerator()
-    if advice:
+    if advice := unused_accelerator():
         print(f"warning: {advice}", file=sys.stderr)
 
 
 def cores() -> int:
     """Return the number of processor cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def thread_pool_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -126,9 +122,8 @@ def thread_pool_settings(environment: Mapping[str, str]) -> dict[str, str]:
     collectives in different orders can fill the pool, and then none of them proceeds; XLA ends the
     process after 40 s (a "Termination timeout"). XLA takes PJRT_NPROC for the number of cores.
     """
-    flags = re.findall(
-        r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", "")
-    )
+    name = "xla_force_host_platform_device_count"
+    flags = re.findall(rf"{name}=(\d+)", environment.get("XLA_FLAGS", ""))
     devices = int(environment.get("JAX_NUM_CPU_DEVICES", -1))  # JAX prefers it to the flag.
     if devices < 0:
         devices = int(flags[-1]) if flags else 1
@@ -146,7 +141,8 @@ rows."""
 def exact_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables to set before JAX starts, for `DecoderConfig.exact` on CPUs."""
     flags = environment.get("XLA_FLAGS", "")
-    if WITHOUT_YNNPACK.rstrip("=") in flags:
+    # Before 0.9.2 jax does not know the flag, and ends at one that it does not know.
+    if WITHOUT_YNNPACK.rstrip("=") in flags or jax_versions.RELEASE < (0, 9, 2):
         return {}
     return {"XLA_FLAGS": f"{flags} {WITHOUT_YNNPACK}".strip()}
 

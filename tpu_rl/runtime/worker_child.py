@@ -12,9 +12,9 @@ import functools
 import inspect
 import json
 import math
+import mmap
 import os
 import queue
-import resource
 import signal
 import struct
 import sys
@@ -68,6 +68,8 @@ def _confine(trainer: int, memory_bytes: int) -> None:
 
     The process also ends if the trainer is killed while it is busy in C.
     """
+    import resource
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -99,7 +101,7 @@ def reply(replies: int, value: Any) -> None:
 def address_space() -> int:
     """Return the bytes of this process's address space, 0 if the system does not tell."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     except OSError:
         return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import locale
 import os
-import resource
 import secrets
 import shutil
 import sys
@@ -136,6 +135,8 @@ def check_system() -> Iterator[Finding]:
     # Certificates and the cache of compiled programs depend on the clock.
     fix = "" if time.time() > EARLIEST_TIME else "set the clock: it stands before June 2025"
     yield Finding("clock", time.strftime("%Y-%m-%d %H:%M"), fix, prevents_run=False)
+
+    import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = limit == resource.RLIM_INFINITY
