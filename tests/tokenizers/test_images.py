@@ -199,7 +199,7 @@ NO_FORM = "a path, bytes or a data URL"
         (with_file(b""), "of no picture"),
         (with_file(b"<!doctype html><title>404</title>"), "of no picture"),
         (with_file(file_of(two_halves())[:-40]), ""),
-        (with_file(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "a.eps"), "identify"),
+        (with_file(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "a.eps"), "of no picture"),
         (as_bytes(Image.new("L", (8000, 7000))), "8,000 x 7,000 pixels"),
         (Image.new("1", (8000, 7000)), "8,000 x 7,000 pixels"),
         (as_bytes(Image.new("L", (1, 20_000))), "1 x 20,000 pixels"),
