@@ -211,6 +211,13 @@ def save_models(context: RunContext, params: Params) -> list[Path]:
                 adapter_path = path.with_name(f"{path.name}_adapter")
                 models.save_adapters(str(adapter_path), model, role_params, base, tokenizer)
                 folders.append(adapter_path)
+                is_rounded = context.config.model.lora.base_dtype != "unquantized"
+                if is_rounded and processes.index() == 0:
+                    print(
+                        f"note: {adapter_path} learned beside the rounded base; on {base} it is "
+                        f"another model. {path} is what was trained",
+                        file=sys.stderr,
+                    )
     reading = roles.reading(algorithm)
     if reading is not None and processes.index() == 0:
         reward_model.write_reading(context.run_dir / "model", reading, tokenizer.chat)
