@@ -787,12 +787,15 @@ def all_pass(
 
     # One thread per processor: more programs at once would use up each other's time.
     num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    rows = [*zip(programs, tests, solutions or [None] * len(programs), strict=True)]
+    of_rows = solutions or [None] * len(programs)
     with ThreadPoolExecutor(num_threads) as threads:
         # The completions of a row share what its solution says: it is judged once.
-        kinds = {(solution, repr(column)): (solution, column) for _, column, solution in rows}
+        kinds = {
+            (solution, repr(column)): (solution, column)
+            for solution, column in zip(of_rows, tests, strict=True)
+        }
         list(threads.map(lambda kind: _decide(*kind, confine), kinds.values()))
-        return list(threads.map(lambda row: grade(*row), rows))
+        return list(threads.map(grade, programs, tests, of_rows))
 
 
 def _decide(solution: str | None, column: Any, confine: bool) -> None:

@@ -326,8 +326,10 @@ def _names(source: str) -> tuple[set[str], set[str]]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set(), set()
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    defined = {node.name for node in tree.body if isinstance(node, kinds)}
+    defined: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
     lambdas = [
         n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Lambda)
     ]
