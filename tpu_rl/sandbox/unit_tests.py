@@ -794,7 +794,7 @@ def all_pass(
             (solution, repr(column)): (solution, column)
             for solution, column in zip(of_rows, tests, strict=True)
         }
-        list(threads.map(lambda kind: _decide(*kind, confine), kinds.values()))
+        list(threads.map(lambda kind: _decide(kind[0], kind[1], confine), kinds.values()))
         return list(threads.map(grade, programs, tests, of_rows))
 
 
