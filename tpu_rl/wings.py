@@ -120,6 +120,7 @@ VERIFIERS: LazyTable[Verifier] = LazyTable(
         "pattern": "tpu_rl.verifiers.text_form",
         "phrases": "tpu_rl.verifiers.text_form",
         "pictures": "tpu_rl.tasks.pictures",
+        "plain_judge": "tpu_rl.verifiers.programs",
         "point_in_box": "tpu_rl.verifiers.actions",
         "puzzles": "tpu_rl.tasks.puzzles",
         "python_checks": "tpu_rl.verifiers.programs",

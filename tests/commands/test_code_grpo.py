@@ -119,8 +119,8 @@ def test_the_problems_are_solved_by_their_solutions():
 BAD_ROWS = {
     "no tests": ({}, "a row lacks the column `tests`"),
     "a name that is near": ({"test": ["assert f() == 1"]}, "did you mean `test`?"),
-    "none": ({"tests": []}, "no tests: []"),
-    "not JSON": ({"tests": "assert f() == 1"}, "Expecting value"),
+    "none": ({"tests": []}, "no tests; write"),
+    "not Python": ({"tests": "assert f( == 1"}, "is not Python"),
     "an input without an output": (
         {"tests": [{"input": "1"}]},
         "a test is {'input': text, 'output': text}",

@@ -1,6 +1,8 @@
 """Runs described by a short YAML file, and by epochs."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,23 @@ def parse(tmp_path, text, *flags):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     return configuration.parse([*flags, "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["steps: " + "9" * 5000, "steps: " + "[" * 5000, "#" * (1 << 20) + "\nsteps: 1"],
+    ids=["digits", "depth", "size"],
+)
+def test_no_file_takes_long_or_ends_in_a_traceback(tmp_path, text):
+    with pytest.raises(InputError):
+        parse(tmp_path, text)
+
+
+def test_devices_and_pipes_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(InputError, match="cannot be read"):
+            yaml_flags.read_mapping(path)
 
 
 def test_a_file_says_what_flags_say(tmp_path, rows):

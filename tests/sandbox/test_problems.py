@@ -136,3 +136,33 @@ def test_a_call_without_a_name_is_refused():
         unit_tests.tests_of([test])
     with pytest.raises(ValueError, match="function's name"):
         unit_tests.tests_of({"fn_name": "a.b", "inputs": [[1]], "outputs": [2]})
+
+
+GIVEN = """import math
+from math import sqrt as root
+LIMIT = 3
+half = lambda x: x / 2
+class Tree:
+    def __init__(self, v): self.v = v
+    def size(self): return 1
+
+def f(x):
+    '''Return the root of x.'''
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "own"),
+    [
+        ("assert f(4) == root(4)", "from math import sqrt as root"),
+        ("assert f(9) == LIMIT", "LIMIT = 3"),
+        ("assert f(4) == half(4)", "half = lambda x: x / 2"),
+        ("assert f(1) == Tree(1).size()", "class Tree:"),
+    ],
+)
+def test_whatever_a_prompt_gives_is_the_tests_own(test, own):
+    given = problems.given_code(GIVEN, "f")
+    judged = problems.with_helpers(test, given)
+    assert own in judged
+    assert problems.with_helpers("assert isinstance(f(1), Tree)", given).startswith("assert")
+    assert unit_tests.prepare(judged).program_names == {"f"}

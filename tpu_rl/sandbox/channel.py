@@ -104,7 +104,11 @@ NAMED: dict[tuple[str, str], Codec] = {
     ("builtins", "odict_values"): VALUES,
     ("builtins", "odict_items"): PAIRS,
     ("collections", "defaultdict"): MAPPING,
-    ("collections", "deque"): Codec(b"q", iter),
+    ("collections", "deque"): Codec(
+        b"q",
+        lambda value: (list(value), value.maxlen),
+        _make_of_arguments,
+    ),
     ("collections", "Counter"): Codec(b"C", _keys_and_values, _make_of_pairs),
     ("collections", "OrderedDict"): Codec(b"O", _keys_and_values, _make_of_pairs),
     ("fractions", "Fraction"): Codec(
@@ -599,9 +603,30 @@ BINARY: dict[str, Callable[..., Any]] = {
     "or": _operator.or_,
     "xor": _operator.xor,
     "pow": _operator.pow,
+    "lshift": _operator.lshift,
+    "rshift": _operator.rshift,
+    "divmod": divmod,
 }
 """Operators of two operands, by the names of their methods."""
-OPERATORS = BINARY | {"neg": _operator.neg}
+IN_PLACE = {f"i{name}": vars(_operator)[f"i{name}"] for name in BINARY if name != "divmod"}
+UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": _operator.neg,
+    "pos": _operator.pos,
+    "invert": _operator.invert,
+    "abs": abs,
+}
+CONVERSIONS: dict[str, tuple[Callable[[Any], Any], type]] = {
+    "int": (int, int),
+    "float": (float, float),
+    "complex": (complex, complex),
+    "index": (_operator.index, int),
+    "round": (round, int),
+    "trunc": (lambda value: module_named("math").trunc(value), int),
+    "floor": (lambda value: module_named("math").floor(value), int),
+    "ceil": (lambda value: module_named("math").ceil(value), int),
+}
+"""Name of a method -> what calls it, and the type of its result."""
+OPERATORS = BINARY | IN_PLACE | UNARY | {name: call for name, (call, _) in CONVERSIONS.items()}
 _late: dict[int, BaseException] = {}
 """Exceptions of iterators whose items before them are sent first."""
 OPERATIONS: dict[str, Callable[..., Any]] = {

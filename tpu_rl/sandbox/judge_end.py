@@ -12,11 +12,14 @@ from tpu_rl.sandbox.channel import (
     BINARY,
     COMPARISONS,
     CONTAINERS,
+    CONVERSIONS,
     ENDS,
+    IN_PLACE,
     MAX_RECURSION,
     OPERATIONS,
     OPERATORS,
     TEST,
+    UNARY,
     Closed,
     End,
     NotPlain,
@@ -57,6 +60,8 @@ class JudgeEnd(End):
         self._program_errors: set[int] = set()
         """Ids of all exceptions of the program. They are kept in `_kept`."""
         self._kept: list[BaseException] = []
+        self._has_answers = False
+        """True once a call of the program has returned a value."""
         self._statements = 0
         """Calls for their effect that are under way."""
         self._shown: set[int] = set()
@@ -77,6 +82,7 @@ class JudgeEnd(End):
         self._statements += back
         try:
             value = super().ask(operation, *arguments, keywords=keywords, back=back)
+            self._has_answers |= operation == "call" and value is not None
             if operation == "get" and type(value) in (list, dict, set):
                 self.attributes[id(value)] = (value, *arguments)  # type: ignore[assignment]
             return value
@@ -150,6 +156,8 @@ class JudgeEnd(End):
             if message[0] == "ask":
                 _, operation, arguments, *_ = message
                 is_answers = operation != "call" or id(arguments[0]) not in self.named
+                # What the test gives away may come of earlier answers.
+                is_answers = is_answers or self._has_answers
             if not is_answers and not isinstance(error, TooLarge):
                 self.refusals.append(str(error))
             raise Closed(str(error)) from None
@@ -470,7 +478,10 @@ def _operator_of(name: str, is_reflected: bool) -> Callable[..., Any]:
         if _plain(self):
             raise TypeError(f"an object of the program has no {name}")
         result = ENDS[0].ask("operator", name, *operands)
-        if any(map(_plain, others)) and _plain(result):
+        is_mixed = any(map(_plain, others)) or any(id(operand) in _mixed for operand in operands)
+        if is_mixed and isinstance(result, Remote):
+            _mixed.add(id(result))
+        if is_mixed and _plain(result):
             # The program saw the test's value, and could answer with what is expected.
             raise Closed("an operator of the program's object gives a plain value")
         return result
@@ -559,6 +570,9 @@ class Remote(Proxy):
 
     def __bool__(self) -> bool:
         """Objects are true, except for those that have a length of 0."""
+        if id(self) in _mixed:
+            # The program saw a value of the test, and decides.
+            raise Closed("the truth of an operator's result is the program's")
         plain = _plain(self)
         if plain:
             return bool(plain[0])
@@ -590,10 +604,34 @@ class Remote(Proxy):
         return _have_same_state(self, other)
 
 
-for _name in BINARY:
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    """Return an operator that changes an object of the program; a plain copy has none."""
+    operate = _operator_of(name, is_reflected=False)
+    return lambda self, other: NotImplemented if _plain(self) else operate(self, other)
+
+
+def _conversion(name: str) -> Callable[[Any], Any]:
+    """Return a method that makes a number of an object of the program."""
+
+    def convert(self: Any) -> Any:
+        result = ENDS[0].ask("operator", name, self)
+        if id(self) in _mixed or type(result) is not CONVERSIONS[name][1]:
+            raise Closed(f"{name}() of the program's object is no number of its own")
+        return result
+
+    return convert
+
+
+for _name in (*BINARY, *UNARY):
     setattr(Remote, f"__{_name}__", _operator_of(_name, is_reflected=False))
+for _name in BINARY:
     setattr(Remote, f"__r{_name}__", _operator_of(_name, is_reflected=True))
-Remote.__neg__ = _operator_of("neg", is_reflected=False)  # type: ignore[attr-defined]
+for _name in IN_PLACE:
+    setattr(Remote, f"__{_name}__", _in_place(_name))
+for _name in CONVERSIONS:
+    setattr(Remote, f"__{_name}__", _conversion(_name))
+_mixed: set[int] = set()
+"""Ids of objects that operators of the program made of values of the test."""
 Remote.__doc__ = property(lambda self: ENDS[0].ask("get", self, "__doc__"))  # type: ignore
 
 _batches: dict[int, tuple[list[Any], bool, int]] = {}

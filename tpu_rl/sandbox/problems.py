@@ -18,6 +18,8 @@ from tpu_rl.sandbox import unit_tests
 HUMAN_EVAL = ("test", "entry_point")
 """Columns of a row whose test calls `check` with the program's function."""
 MBPP = ("test_list",)
+SOLUTIONS = ("solution", "canonical_solution", "reference_solution", "solutions")
+"""Columns with programs that are right."""
 TRAILING_LINES = 8
 """Lines of prose after the code of a prompt, such as an instruction."""
 
@@ -61,8 +63,11 @@ def check(row: Mapping[str, Any]) -> None:
         ValueError: if a program could not be judged by one of them.
     """
     given = given_code(row.get("prompt", ""), row.get("entry_point") or "")
+    has_solution = any(row.get(name) for name in SOLUTIONS)
     for test in unit_tests.tests_of(with_tests(row)["tests"]):
-        unit_tests.check_test(with_helpers(test, given))
+        # A row's own solution may show that one process can judge it.
+        if not (has_solution and isinstance(test, str)):
+            unit_tests.check_test(with_helpers(test, given))
 
 
 # --- code in prompts ---
@@ -84,18 +89,39 @@ def given_code(prompt: Any, entry_point: str = "") -> GivenCode:
     if asked == {""}:
         return GivenCode()
     helpers: dict[str, ast.stmt] = {f.name: f for f in functions if f.name not in asked}
+    assigned = [part for part in statements if isinstance(part, ast.Assign)]
+    helpers |= {
+        target.id: part
+        for part in assigned
+        for target in part.targets
+        if isinstance(target, ast.Name)
+    }
     imports = [part for part in statements if isinstance(part, ast.Import | ast.ImportFrom)]
     classes: list[ast.stmt] = [
         part
         for part in statements
         if isinstance(part, ast.ClassDef) and part.name not in asked and not _has_no_body(part)
     ]
+    helpers |= {
+        part.name: part for part in classes if isinstance(part, ast.ClassDef) and _is_bare(part)
+    }
     return GivenCode([part for part in imports if _is_absolute(part)], helpers, classes)
+
+
+def _is_bare(part: ast.ClassDef) -> bool:
+    """Return True for a class whose objects a test of its own class can take the place of."""
+    methods = {node.name for node in part.body if isinstance(node, ast.FunctionDef)}
+    return not (part.bases or part.decorator_list or "__eq__" in methods)
 
 
 def with_helpers(test: Any, given: GivenCode) -> Any:
     """Return a test with its own copy of the helpers that it calls without defining them."""
-    if not given.helpers or not isinstance(test, str):
+    bound = {
+        (alias.asname or alias.name).partition(".")[0]: part
+        for part in given.imports
+        for alias in part.names  # type: ignore[attr-defined]
+    }
+    if not (given.helpers or bound) or not isinstance(test, str):
         return test
     while True:
         try:
@@ -103,22 +129,36 @@ def with_helpers(test: Any, given: GivenCode) -> Any:
         except (SyntaxError, ValueError):
             # `unit_tests.prepare` says what is wrong.
             return test
-        missing = [name for name in given.helpers if name in unit_tests.free_names(table)]
+        free = unit_tests.free_names(table)
+        missing = [
+            name for name in given.helpers if name in free and not _asks_of(test, given, name)
+        ]
+        if not missing and any(_is_allowed(bound[name]) for name in free & bound.keys()):
+            parts = {id(part): part for name, part in bound.items() if name in free}
+            own = [ast.unparse(part) for part in parts.values() if _is_allowed(part)]
+            test = "\n".join([*own, test])
+            continue
         if not missing:
             return test
         added = [*given.imports, *(given.helpers[name] for name in missing)]
         # An import that no test may have is left out.
-        added = [
-            part
-            for part in added
-            if all(map(unit_tests.is_importable, unit_tests.modules_of(part)))
-        ]
+        added = [part for part in added if _is_allowed(part)]
         test = "\n".join([*map(ast.unparse, added), test])
+
+
+def _is_allowed(part: ast.stmt) -> bool:
+    return all(map(unit_tests.is_importable, unit_tests.modules_of(part)))
+
+
+def _asks_of(test: str, given: GivenCode, name: str) -> bool:
+    """Return True if a test asks for the class of the program's objects by the name of one."""
+    is_class = isinstance(given.helpers[name], ast.ClassDef)
+    return is_class and re.search(r"\b(?:isinstance|issubclass|type)\(|\bcase\b", test) is not None
 
 
 def with_helpers_in(column: Any, given: GivenCode) -> Any:
     """Return a column of tests (see `unit_tests.tests_of`) with the helpers in each."""
-    if not given.helpers:
+    if not (given.helpers or given.imports):
         return column
     try:
         return [with_helpers(test, given) for test in unit_tests.tests_of(column)]
@@ -129,7 +169,9 @@ def with_helpers_in(column: Any, given: GivenCode) -> Any:
 
 def with_given_code(program: str, given: GivenCode) -> str:
     """Return a program that begins with a prompt's code."""
-    code = [*given.imports, *given.classes, *given.helpers.values()]
+    helpers = {id(part): part for part in given.helpers.values()}
+    helpers |= {id(part): part for part in given.classes}
+    code = [*given.imports, *sorted(helpers.values(), key=lambda part: part.lineno)]
     # That must be the first statement.
     if not code or re.search(r"^from __future__ import", program, re.MULTILINE):
         return program

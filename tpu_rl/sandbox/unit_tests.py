@@ -10,9 +10,13 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import json
 import os
+import re
+import secrets
 import symtable
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType
@@ -84,8 +88,61 @@ def passes(
             verdict = judge(program, *prepare(test), limits=limits, confine=confine)
             if verdict.startswith("refused"):
                 raise ValueError(f"{verdict}, in the test {test!r:.100}")
+            if _BEYOND.search(verdict):
+                _say_once(f"the judge of programs cannot carry this: {verdict[8:200]}; {REMEDY}")
             return verdict == "passed"
     raise _not_a_test(test)
+
+
+_BEYOND = re.compile(
+    r"'Remote'|no plain value|object of the program|program's object|operator's|of the test does"
+)
+"""In a verdict: the test does with an object of the program what the channel does not carry."""
+REMEDY = "such programs get 0, unless the row has a `solution` that passes in one process"
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    print(f"note: {what}", file=sys.stderr)
+
+
+def passes_plainly(
+    program: str, test: str, limits: SandboxLimits | None = None, confine: bool = True
+) -> bool:
+    """Return True if a program passes a test in one confined process, as other judges run them.
+
+    There the program can reach the test. So only rows are judged in this way whose own solution
+    `passes` cannot judge.
+    """
+    token = secrets.token_hex(16)
+    script = f"""
+try:
+    exec(compile({program!r}, "program.py", "exec"), globals())
+except SystemExit:
+    pass
+exec(compile({test!r}, "test.py", "exec"), globals())
+print("\\n" + {token!r})
+"""
+    outcome = run(script, limits=limits, confine=confine)
+    return not outcome.ended and outcome.printed.rstrip().endswith(f"\n{token}")
+
+
+@functools.lru_cache(1 << 14)
+def judged_plainly(solution: str, tests: tuple[Any, ...], confine: bool = True) -> frozenset[int]:
+    """Return the numbers of the tests that a row's own solution passes in one process only."""
+
+    def is_strict(test: str) -> bool:
+        try:
+            return passes(solution, test, confine=confine)
+        except ValueError:
+            return False
+
+    asserting = [(index, test) for index, test in enumerate(tests) if isinstance(test, str)]
+    return frozenset(
+        index
+        for index, test in asserting
+        if not is_strict(test) and passes_plainly(solution, test, confine=confine)
+    )
 
 
 def _not_a_test(test: Any) -> ValueError:
@@ -698,7 +755,10 @@ def check_test(test: Any) -> None:
 
 
 def all_pass(
-    programs: Sequence[str], tests: Sequence[Any], confine: bool = True
+    programs: Sequence[str],
+    tests: Sequence[Any],
+    confine: bool = True,
+    solutions: Sequence[str | None] | None = None,
 ) -> list[bool | ValueError]:
     """Return for each program True if it passes all of its tests, or a ValueError for bad tests.
 
@@ -708,15 +768,49 @@ def all_pass(
         programs: [N] Python sources.
         tests: [N] see `tests_of`.
         confine: see `sandbox.run`.
+        solutions: [N] programs that are right, or None. They say which tests `passes_plainly`
+            judges.
     """
 
-    def grade(program: str, column: Any) -> bool | ValueError:
+    def grade(program: str, column: Any, solution: str | None) -> bool | ValueError:
         try:
-            return all(passes(program, test, confine=confine) for test in tests_of(column))
+            parts = tests_of(column)
+            plain = plain_tests(solution, parts, confine)
+            return all(
+                passes_plainly(program, test, confine=confine)
+                if index in plain
+                else passes(program, test, confine=confine)
+                for index, test in enumerate(parts)
+            )
         except ValueError as error:
             return error
 
     # One thread per processor: more programs at once would use up each other's time.
     num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    of_rows = solutions or [None] * len(programs)
     with ThreadPoolExecutor(num_threads) as threads:
-        return list(threads.map(grade, programs, tests))
+        # The completions of a row share what its solution says: it is judged once.
+        kinds = {
+            (solution, repr(column)): (solution, column)
+            for solution, column in zip(of_rows, tests, strict=True)
+        }
+        list(threads.map(lambda kind: _decide(kind[0], kind[1], confine), kinds.values()))
+        return list(threads.map(grade, programs, tests, of_rows))
+
+
+def _decide(solution: str | None, column: Any, confine: bool) -> None:
+    """Find out how a row is judged, before its completions are."""
+    # Bad tests are said of each program.
+    with contextlib.suppress(ValueError):
+        plain_tests(solution, tests_of(column), confine)
+
+
+def plain_tests(solution: str | None, tests: Sequence[Any], confine: bool) -> frozenset[int]:
+    """Return the numbers of the tests of a row that are judged plainly; none without a solution."""
+    if solution is None:
+        return frozenset()
+    texts = tuple(test if isinstance(test, str) else None for test in tests)
+    found = judged_plainly(solution, texts, confine)
+    if found:
+        _say_once("some rows are judged plainly, in one process, as their own solution needs it")
+    return found

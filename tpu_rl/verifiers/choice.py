@@ -35,9 +35,11 @@ def read_letter(text: str) -> str | None:
     answer = answer_text(text)
     text = f"Answer: {answer}" if answer != without_thoughts(text) else answer
     for pattern in (_STATED, _IN_PARENTHESES, _AT_END):
-        found = [m for m in pattern.finditer(text) if not is_denied(text[: m.start(m.lastindex)])]
+        found = [
+            m for m in pattern.finditer(text) if not is_denied(text[: m.start(m.lastindex or 0)])
+        ]
         if found:
-            start, end = found[-1].span(found[-1].lastindex)
+            start, end = found[-1].span(found[-1].lastindex or 0)
             is_one = not (_OTHER_BEFORE.search(text[:start]) or _OTHER_AFTER.match(text[end:]))
             return text[start:end] if is_one else None
     return None

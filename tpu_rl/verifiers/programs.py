@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import re
 import statistics
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tpu_rl import sandbox
@@ -25,7 +28,7 @@ def python_tests(
     *,
     tests: Sequence[Any],
     entry_point: Sequence[str | None] | None = None,
-    **_: Any,
+    **columns: Any,
 ) -> list[float | RewardFailure]:
     """Return 1 for each completion whose Python program passes all tests of its row, else 0.
 
@@ -35,11 +38,15 @@ def python_tests(
     `tpu_rl.sandbox.unit_tests`. Imports and helpers that a prompt gives beside the function
     `entry_point` belong to the program and, as a copy of its own, to the test.
 
+    Test and program run in a process each, and a column `solution`, `canonical_solution` or
+    `reference_solution` says whether that can judge the row: tests that it passes in one process
+    only are judged plainly, in one. `plain_judge` counts them.
+
     Raises:
         MachineError: if the kernel cannot confine programs.
     """
     sandbox.require()
-    return _judge_programs(prompts, completions, tests, entry_point, confine=True)
+    return _judge_programs(prompts, completions, tests, entry_point, True, columns)
 
 
 def python_tests_unsandboxed(
@@ -48,13 +55,13 @@ def python_tests_unsandboxed(
     *,
     tests: Sequence[Any],
     entry_point: Sequence[str | None] | None = None,
-    **_: Any,
+    **columns: Any,
 ) -> list[float | RewardFailure]:
     """Return the same as `python_tests`, with programs that may do whatever this user may.
 
     The flag --allow-unsandboxed-code selects it.
     """
-    return _judge_programs(prompts, completions, tests, entry_point, confine=False)
+    return _judge_programs(prompts, completions, tests, entry_point, False, columns)
 
 
 def python_speed(
@@ -134,8 +141,11 @@ def _judge_programs(
     tests: Sequence[Any],
     entry_points: Sequence[str | None] | None,
     confine: bool,
+    columns: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[float | RewardFailure]:
-    verdicts = unit_tests.all_pass(*_prepared(prompts, completions, tests, entry_points), confine)
+    programs, prepared_tests = _prepared(prompts, completions, tests, entry_points)
+    solutions = _solutions(prompts, tests, entry_points, columns)
+    verdicts = unit_tests.all_pass(programs, prepared_tests, confine, solutions)
     return [
         RewardFailure(str(verdict)) if isinstance(verdict, ValueError) else float(verdict)
         for verdict in verdicts
@@ -160,6 +170,52 @@ def _prepared(
         programs.append(problems.with_given_code(program, given))
         columns.append(problems.with_helpers_in(column, given))
     return programs, columns
+
+
+def _solutions(
+    prompts: Sequence[Any],
+    tests: Sequence[Any],
+    entry_points: Sequence[str | None] | None,
+    columns: Mapping[str, Any],
+) -> list[str | None]:
+    """Return the right program of each row, with the prompt's code; None where there is none."""
+    name = next((name for name in problems.SOLUTIONS if name in columns), None)
+    if name is None:
+        return [None] * len(prompts)
+    texts = [_first_text(value) for value in columns[name]]
+    programs, _ = _prepared(prompts, texts, tests, entry_points)
+    return [program if _names(program)[0] else None for program in programs]
+
+
+def _first_text(value: Any) -> str:
+    """Return a text, or the first one of a list, which APPS writes as JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
+
+
+def plain_judge(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    tests: Sequence[Any],
+    entry_point: Sequence[str | None] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """Return 1 for each completion that `python_tests` judges in one process, else 0.
+
+    A monitor: `--reward python_tests 0*plain_judge`. There a program could reach its test.
+    """
+    _, prepared_tests = _prepared(prompts, completions, tests, entry_point)
+    solutions = _solutions(prompts, tests, entry_point, columns)
+    confine = not sandbox.refusal()
+    rows = zip(solutions, prepared_tests, strict=True)
+    return [
+        float(bool(unit_tests.plain_tests(solution, unit_tests.tests_of(column), confine)))
+        for solution, column in rows
+    ]
 
 
 REPEATS = 3
@@ -270,8 +326,10 @@ def _names(source: str) -> tuple[set[str], set[str]]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set(), set()
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    defined = {node.name for node in tree.body if isinstance(node, kinds)}
+    defined: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
     lambdas = [
         n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Lambda)
     ]
@@ -292,6 +350,7 @@ VERIFIERS = {
         score_unsandboxed=python_checks_unsandboxed,
         require_sandbox=sandbox.require,
     ),
+    "plain_judge": Verifier(plain_judge),
     # Not during sampling, which would disturb its clock.
     "python_speed": Verifier(
         python_speed,

@@ -25,6 +25,8 @@ from tpu_rl.errors import InputError
 from tpu_rl.runtime.worker_child import shorten
 
 PRESET = "preset"
+MAX_BYTES = 1 << 20
+"""Size of the largest YAML file that is read."""
 FIX = "see docs/reference/flags.md for the names of flags"
 MERGE = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`."""
@@ -58,11 +60,19 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
         InputError: if it cannot be read, or is something else.
     """
     where = where or str(path)
+    if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):
+        raise InputError(
+            "the configuration cannot be read",
+            where=where,
+            why=f"it is no regular file of at most {MAX_BYTES:,} bytes",
+            fix="write one `flag: value` a line into a file",
+        )
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("the configuration cannot be read", where=where, why=str(error)) from None
-    except yaml.YAMLError as error:
+    # Deep nesting, and numbers of thousands of digits.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InputError(
             "the configuration is no YAML",
             where=where,

@@ -29,7 +29,7 @@ from tpu_rl.wings import VERIFIERS
 MAX_ROWS = 64
 """Rows whose gold is scored, spread over all."""
 MAX_ROWS_OF_USER = 8
-"""The same for functions of the user, which may ask a paid judge."""
+"""The same for programs, and for functions of the user, which may ask a paid judge."""
 MAX_COUNTED = 10_000
 """Rows whose values are counted."""
 SHARE_OF_ONE_WORD = 0.05
@@ -38,7 +38,7 @@ SOLUTIONS = ("completion", "solution", "canonical_solution", "reference_solution
 """Columns with completions that are right."""
 CONTEXT = {"tools", "database", "entry_point", "tests", "checks", "baseline", "rewordings"}
 """Columns that rewards need, and that are no answers."""
-UNREADABLE = {"recall", "similarity", "consistent", "dense", "implicit", "coin"}
+UNREADABLE = {"plain_judge", "recall", "similarity", "consistent", "dense", "implicit", "coin"}
 """Rewards that want something other than the gold itself."""
 FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}", "#{}", "```python\n{}\n```")
 _TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: "object"}
@@ -67,7 +67,8 @@ def check(
             table.add_row(column, *_described(column, counted, warnings))
         for name, function in functions.items():
             is_own = name.partition("(")[0] in VERIFIERS
-            limit = MAX_ROWS if is_own else MAX_ROWS_OF_USER
+            runs_programs = is_own and VERIFIERS[name.partition("(")[0]].needs_sandbox
+            limit = MAX_ROWS if is_own and not runs_programs else MAX_ROWS_OF_USER
             indices = np.linspace(0, len(rows) - 1, min(len(rows), limit)).astype(int).tolist()
             if columns[name]:
                 scored += indices
@@ -89,7 +90,9 @@ def _reading_gold(name: str) -> list[str]:
 def _gold_columns(function: rewards.Reward, row: Row) -> list[str]:
     """Return the columns of answers that a function names among its parameters."""
     needed = [p.name for p in scoring.parameters(function) or () if p.default is p.empty]
-    return [name for name in needed if name in row and name not in CONTEXT]
+    answers = [name for name in needed if name in row and name not in CONTEXT]
+    solutions = [name for name in SOLUTIONS if name in row] if "tests" in needed else []
+    return answers or solutions
 
 
 def _described(column: str, rows: Sequence[Row], warnings: list[str]) -> tuple[str, str]:
@@ -114,7 +117,8 @@ def _forms(row: Row, columns: Sequence[str]) -> Iterator[str]:
         value = row.get(column)
         text = rewards.text_of(value) if column == "completion" and value else value
         text = text if isinstance(text, str) else json.dumps(text, default=str)
-        yield from (form.format(text) for form in FORMS)
+        forms = (FORMS[0], FORMS[-1]) if "\n" in text else FORMS
+        yield from (form.format(text) for form in forms)
 
 
 def _failures(
