@@ -18,8 +18,10 @@ from tests.fixtures.import_graph import tree_of
 from tpu_rl.commands import config
 
 ROOT = Path(__file__).resolve().parents[1]
+FOR_AGENTS = (ROOT / "AGENTS.md", ROOT / "skills" / "tpu-rl" / "SKILL.md")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *FOR_AGENTS,
     ROOT / "recipes" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -72,6 +74,13 @@ def names_of_tests(path: Path) -> list[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
+
+
+def test_pages_for_coding_agents_are_short():
+    texts = [page.read_text(encoding="utf-8") for page in FOR_AGENTS]
+    assert sum(len(text.splitlines()) for text in texts) <= 120
+    _, head, _ = texts[1].split("---\n", 2)
+    assert set(yaml.safe_load(head)) == {"name", "description"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

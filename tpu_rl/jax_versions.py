@@ -47,9 +47,11 @@ def can_compile_kernels() -> bool:
     named = map(Requirement, importlib.metadata.requires("jax") or ())
     for least in [str(one.specifier).strip("=.*") for one in named if one.name == "libtpu"]:
         if installed and Version(installed) < Version(least):
-            why = f"libtpu {installed} does not read kernels of jax {jax.__version__}"
-            fix = f'pip install "libtpu=={least}"'
-            print(f"note: attention is XLA's, because {why}: {fix}", file=sys.stderr)
+            why = (
+                f"note: attention is XLA's, because libtpu {installed} does not read kernels of "
+                f'jax {jax.__version__}: pip install "libtpu=={least}"'
+            )
+            print(why, file=sys.stderr)
             return False
     return True
 

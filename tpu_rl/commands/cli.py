@@ -7,6 +7,7 @@ tpu-rl combine --to DIR A=0.5 B=0.5         the same as python launch/combine.py
 tpu-rl compare A B ...                      the same as python launch/compare.py
 tpu-rl test-time -- PRESET --flags          the same as python launch/test_time.py
 tpu-rl check-reward NAME ROWS.jsonl         the same as python launch/check_reward.py
+tpu-rl translate FILE.yaml                  print our settings for a file of TRL or verl
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
 """
@@ -42,6 +43,7 @@ COMMANDS = {
     "report": "tools.report",
     "serve": "serve.serve",
     "test_time": "evaluate.test_time",
+    "translate": "tools.translate",
     "verify": "tools.verify",
 }
 """Command -> its module in `tpu_rl.commands`, which has `main(argv)`."""
