@@ -140,8 +140,6 @@ class Refinement(NamedTuple):
     critique: str
     """The text after the completion; {answer} in it stands for the column's text."""
     column: str
-    samples: int
-    """Refinements of which the best one joins the group."""
 
 
 class Acceptance(NamedTuple):

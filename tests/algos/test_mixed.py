@@ -238,8 +238,6 @@ def test_visurf_has_the_gradient_of_grpo_at_the_solution():
         {"method": "visurf", "old_log_probs": "sampler"},
         {"method": "luffy", "kl_reward_coef": 0.1},
         {"method": "luffy", "credit": "turn"},
-        {"method": "luffy", "refinements": 2},
-        {"method": "critique", "refinements": 0},
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(values):

@@ -367,24 +367,6 @@ def test_the_smallest_member_by_hand():
     assert reward_score.pessimistic(outputs, 0.0, 1.0) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
-def test_members_resample_pairs_and_pairs_keep_their_counts():
-    random = np.random.default_rng(0)
-    tokens, mask, group_id = tiny.texts(random, ((3, (4, 5)),) * 400)
-    counts = preference.bootstrap_counts(*map(jnp.asarray, (tokens, mask, group_id)), 3)
-    np.testing.assert_array_equal(counts[::2], counts[1::2])
-    # Poisson(1): mean and variance 1; members are unrelated.
-    pairs = np.asarray(counts[::2])
-    assert np.abs(pairs.mean(0) - 1).max() < 0.2
-    assert np.abs(pairs.var(0) - 1).max() < 0.3
-    assert np.abs(np.corrcoef(pairs.T) - np.eye(3)).max() < 0.2
-    # In another order, with more padding, under other group numbers.
-    order = np.arange(800).reshape(400, 2)[::-1].reshape(-1)
-    wider = [np.pad(x[order], [(0, 0), (0, 4)]) for x in (tokens, mask)]
-    again = preference.bootstrap_counts(*map(jnp.asarray, (*wider, group_id[order] + 7)), 3)
-    np.testing.assert_array_equal(again, counts[order])
-
-
 def test_robust_weights_move_from_the_best_ordered_pair_to_the_worst(float64):
     config = RewardModelConfig(robust_radius=0.3)
     roles, params = tiny.cast(config.roles)

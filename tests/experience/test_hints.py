@@ -101,7 +101,6 @@ def test_settings_that_have_no_place_for_the_hint_are_refused():
     "settings",
     [
         {"template": "{prompt}"},
-        {"discount": 2.0},
         {"reference_mix": -0.1},
     ],
 )

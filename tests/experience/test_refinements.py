@@ -10,40 +10,40 @@ from tests.fixtures.echo import TOKENIZER, EchoDecoding, digit, echo_engine, sco
 from tpu_rl.algorithm_spec import Refinement
 from tpu_rl.commands import config as settings
 from tpu_rl.errors import InputError
-from tpu_rl.experience.sources.refinements import best_refinement, with_critique
+from tpu_rl.experience.sources.refinements import refinement, with_critique
 from tpu_rl.rollout import records
 from tpu_rl.types import RowSource
 
 STATE: Any = SimpleNamespace(step=0, params={})
-SPEC = Refinement("{answer}", "answer", samples=2)
+SPEC = Refinement("{answer}", "answer")
 
 
 def test_a_better_answer_joins_its_group_with_its_own_reward():
     """The engine answers with the first characters of a prompt; a digit is its own reward.
 
-    "21" earns 2 and 1; refined "2111" earns 2 and 1. "12" earns 1 and 2; refined "1211" earns 1 and
-    2. "41" earns 4 and 1. "4012" earns 4 and 0, and is too long with its critique. "00" cannot get
+    "21" earns 2 and 1, and refined "2111" earns 2. "12" earns 1 and 2, and refined "1211" earns 1.
+    "41" earns 4 and 1. "4012" earns 4 and 0, and is too long with its critique. "00" cannot get
     better.
     """
     scored = score_prompts(["21", "12", "41", "4012", "00"], {"digit": digit}, 2)
-    engine = echo_engine(EchoDecoding(2), {"digit": digit})
-    result = best_refinement(engine, SPEC, TOKENIZER, max_prompt_tokens=5)(scored, 1, STATE)
+    engine = echo_engine(EchoDecoding(1), {"digit": digit})
+    result = refinement(engine, SPEC, TOKENIZER, max_prompt_tokens=5)(scored, 1, STATE)
     rollout = result.rollout
     np.testing.assert_array_equal(rollout.source, [0, 0, RowSource.EXPERT] * 5)
-    assert [result.completions[place] for place in (2, 5, 8, 11, 14)] == ["2", "2", "4", "", ""]
-    assert rollout.rewards[2::3].sum(-1).tolist() == [2, 2, 4, 0, 0]
-    last = [np.flatnonzero(mask)[-1] for mask in rollout.action_mask[[2, 5, 8]]]
-    assert rollout.rewards[[2, 5, 8], last].tolist() == [2, 2, 4]
-    assert not rollout.action_mask[[11, 14]].any()
+    assert [result.completions[place] for place in (2, 5, 8, 11, 14)] == ["2", "", "4", "", ""]
+    assert rollout.rewards[2::3].sum(-1).tolist() == [2, 0, 4, 0, 0]
+    last = [np.flatnonzero(mask)[-1] for mask in rollout.action_mask[[2, 8]]]
+    assert rollout.rewards[[2, 8], last].tolist() == [2, 4]
+    assert not rollout.action_mask[[5, 11, 14]].any()
     assert not rollout.scored[2::3].any()
-    assert rollout.tokens[2].tolist()[:4] == [*TOKENIZER.encode("212"), TOKENIZER.eos_ids[0]]
+    assert rollout.tokens[2].tolist()[:3] == TOKENIZER.encode("212")
     assert "critique exceeds the 5 tokens" in " ".join(records.warnings(result))
     np.testing.assert_array_equal(rollout.rewards[:2], scored.rollout.rewards[:2])
     assert records.metrics(result) == records.metrics(scored)
 
 
 def test_a_critique_follows_the_completion():
-    spec = Refinement("Wrong: it is {answer}.", "answer", 1)
+    spec = Refinement("Wrong: it is {answer}.", "answer")
     row = {"prompt": "2+2=", "answer": "4"}
     assert with_critique(row, "5", spec)["prompt"] == "2+2=5Wrong: it is 4."
     chat = {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}
@@ -53,7 +53,7 @@ def test_a_critique_follows_the_completion():
     ]
     with pytest.raises(InputError, match="`answer` holds no text"):
         with_critique({"prompt": "p"}, "5", spec)
-    assert with_critique({"prompt": "p"}, "5", Refinement("No.", "answer", 1))["prompt"] == "p5No."
+    assert with_critique({"prompt": "p"}, "5", Refinement("No.", "answer"))["prompt"] == "p5No."
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ from tpu_rl.losses.policy_batch import (
     learned_tokens,
     term_of,
 )
-from tpu_rl.ranges import Conflicts, Count, CountOrNone, ReadOnlyWith, Share
+from tpu_rl.ranges import Conflicts, CountOrNone, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -117,8 +117,6 @@ class MixedConfig(ClippedPolicyConfig):
         "Your answer is wrong. The right answer is {answer}. Solve the problem again."
     )
     """critique: the text after the completion that is refined; {answer} stands for `column`."""
-    refinements: Annotated[Count, ReadOnlyWith("method", "critique")] = 1
-    """critique: refinements of which the best one joins its group."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -164,7 +162,7 @@ class MixedConfig(ClippedPolicyConfig):
             return spec._replace(replay=replay, rows_added=spec.rows_added + 1, raw_returns=True)
         if self.method == "critique":
             columns = ("prompt", self.column) if "{answer}" in self.critique else ("prompt",)
-            refinement = Refinement(self.critique, self.column, self.refinements)
+            refinement = Refinement(self.critique, self.column)
             added = spec.rows_added + 1
             spec = spec._replace(columns=columns, refinement=refinement, rows_added=added)
             return spec._replace(raw_returns=True)

@@ -7,11 +7,10 @@ token if it has one. With K members of an ensemble,
     loss = sum_pairs w 1/K sum_k [ -log sigmoid(r_chosen,k - r_rejected,k - margin)
                                    + centering_coef (r_chosen,k + r_rejected,k)^2 ]
 
-Members are `heads` on one trunk. They start at random, and with `bootstrap` each member learns from
-its own resample of the pairs. The prediction of the ensemble is mean - penalty x standard
-deviation, and `worst_share` puts the smallest member in place of that share of the mean. With
-`robust_radius`, the weights w are the worst ones within that total variation of equal weights, for
-each member separately (arXiv 2503.00539).
+Members are `heads` on one trunk, which start at random. The prediction of the ensemble is mean -
+penalty x standard deviation, and `worst_share` puts the smallest member in place of that share of
+the mean. With `robust_radius`, the weights w are the worst ones within that total variation of
+equal weights, for each member separately (arXiv 2503.00539).
 
 With `deviations` each head k says how sure it is: a reward is drawn from N(m_k, s_k^2), and
 
@@ -29,8 +28,7 @@ regression in place of the comparison:
 
 Deviations: BRME draws rewards in place of the average. HelpSteer2 has a head for each attribute.
 The weighted sum of such heads is one head that learns the weighted sum of the attributes, which
-`--data.columns` computes. The resample is drawn as Poisson(1) counts from a hash of the pair's
-tokens (the online bootstrap), so that a pair counts the same in every epoch and after a resume.
+`--data.columns` computes.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.losses.preference import (
     Pair,
-    bootstrap_counts,
     bradley_terry,
     pair_metrics,
     pair_scores,
@@ -85,8 +82,6 @@ class RewardModelConfig(RobustSettings):
     and wherever the model is used."""
     deviations: bool = False
     """Each head predicts a deviation of its own beside the reward, which `penalty` counts, too."""
-    bootstrap: bool = False
-    """Each member learns from its own resample of the pairs."""
     margin_coef: NotNegative = 1.0
     """Coefficient of the margin that the data give a pair (sampled pairs: the difference of
     --reward). Ratings are multiplied by it."""
@@ -196,12 +191,7 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
             equal = pair_weights(
                 mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches
             )
-        counts = jnp.ones((len(pairs.tokens), config.heads))
-        if config.bootstrap:
-            counts = bootstrap_counts(pairs.tokens, mask, pairs.group_id, config.heads)
-        weights = {
-            f"member_{k}": layout.pack(equal * counts[:, k, None]) for k in range(config.heads)
-        }
+        weights = {f"member_{k}": layout.pack(equal) for k in range(config.heads)}
         batch = Batch(
             rows=layout.rows(pairs.tokens),
             weights=weights,

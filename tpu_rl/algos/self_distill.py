@@ -1,14 +1,12 @@
 """Self-distillation: the policy learns to write without a hint what it would write with one.
 
     r_t  = ln teacher(y_t | hint, x, y_<t) - ln policy(y_t | x, y_<t)       y: the policy's own
-    A_t  = sum_{i>=t} discount^(i-t) r_i
 
-    loss = - mean over completions of mean_t clip(ratio_t) A_t
+    loss = - mean over completions of mean_t clip(ratio_t) r_t
 
 The teacher is the model that the run begins with, or follows the policy (`reference_mix`). Its
-prompt has a demonstration, a solution or feedback in it, from a column of the data. With discount
-0 the gradient is that of the reverse KL of each token's distribution, estimated by the token that
-was sampled.
+prompt has a demonstration, a solution or feedback in it, from a column of the data. The gradient is
+that of the reverse KL of each token's distribution, estimated by the token that was sampled.
 
     SDFT   the teacher sees a demonstration and is a moving average     arXiv 2601.19897
     OPSD   the teacher sees the solution and is the first model         arXiv 2601.18734
@@ -28,7 +26,7 @@ import jax.numpy as jnp
 from tpu_rl.algorithm_spec import ExperienceSpec, Hint, RoleSpec
 from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.errors import InputError
-from tpu_rl.losses import advantages, masked
+from tpu_rl.losses import masked
 from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, learned_tokens
 from tpu_rl.losses.policy_gradient import clipped
@@ -46,8 +44,6 @@ class SelfDistillConfig(SamplerCorrection):
     reference_mix: Share = 0.0
     """The share by which the teacher moves towards the policy at each update; 0: it stays the first
     model."""
-    discount: Share = 0.0
-    """Discount, per token, of the log-ratios of later tokens."""
     clip: Annotated[float, In("(0, 1)")] = 0.2
     """The ratio is clipped to 1 - clip and 1 + clip."""
 
@@ -81,12 +77,9 @@ class SelfDistillConfig(SamplerCorrection):
 def self_distill(config: SelfDistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build self-distillation. It learns from a Rollout whose `rewards` are the log-ratios r_t."""
 
-    def to_go(draft: Draft) -> Draft:
-        # A_t, the discounted sum of log-ratios from t on.
+    def log_ratios(draft: Draft) -> Draft:
         mask = learned_tokens(draft.rollout)
-        log_ratios = jnp.where(mask, draft.rewards, 0.0)
-        values = advantages.returns_to_go(log_ratios, mask, config.discount)
-        return draft._replace(advantages=values)
+        return draft._replace(advantages=jnp.where(mask, draft.rewards, 0.0))
 
     def metrics(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
         del log_probs
@@ -100,7 +93,7 @@ def self_distill(config: SelfDistillConfig, roles: Roles, sampling: Sampling) ->
     return policy_gradient(
         roles,
         sampling,
-        advantages=to_go,
+        advantages=log_ratios,
         surrogate=clipped(config.clip, config.clip),
         weights=masked.sequence_mean,
         parts=(*config.correction_parts(), teacher),

@@ -789,6 +789,7 @@ REMOVED: dict[str, dict[str, Any]] = {
         "mixing_gamma": 1.0,
         "mixing_rate": 5e-4,
         "mixing_entropy": None,
+        "refinements": 1,
     },
     "PrimeConfig": {
         "process_beta": 0.05,
@@ -799,11 +800,11 @@ REMOVED: dict[str, dict[str, Any]] = {
     "ProcessRewardConfig": {"hard_labels": False},
     "ReferenceKl": {"kl_reward_estimator": "k1"},
     "ReturnSettings": {"reward_clip_range": None},
-    "RewardModelConfig": {"trunks": 1},
+    "RewardModelConfig": {"bootstrap": False, "trunks": 1},
     "RolloutConfig": {"constraint_max": 100.0},
     "ScoredCompletionsConfig": {"nll_coef": 1.0},
     "SearchData": {"searches_none": 0.5, "searches_once": 0.1},
-    "SelfDistillConfig": {"reference_every": 1},
+    "SelfDistillConfig": {"discount": 0.0, "reference_every": 1},
     "SftConfig": {"ift_mix": 0.2, "ift_gamma": 0.95, "author_gamma": 0.999, "author_cap": 2.0},
     "StopConfig": {"min_gain": 0.0},
     "SurrogatesConfig": {

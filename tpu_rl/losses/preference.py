@@ -105,30 +105,6 @@ def completion_weights(action_mask: Array, minibatch: Array, minibatches: int) -
     return masked.token_mean(_first_action(action_mask), minibatch, minibatches)
 
 
-def bootstrap_counts(tokens: Array, action_mask: Array, group_id: Array, members: int) -> Array:
-    """Count each pair in each member's resample of the pairs, [N, members].
-
-    The counts are Poisson(1), the online bootstrap, and the same for the two rows of a pair. Their
-    random key is a hash of the pair's tokens [N, T], so a pair counts the same in every epoch and
-    after a resume.
-    """
-    # True up to the last action: padding does not change the hash.
-    seen = jnp.flip(jax.lax.cummax(jnp.flip(action_mask.astype(jnp.int32), 1), axis=1), 1) > 0
-    columns = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.uint32)[None]
-    mixed = (tokens.astype(jnp.uint32) + jnp.uint32(1)) * (
-        columns * jnp.uint32(2654435761) ^ (columns << 7)
-    )
-    row_hash = jnp.where(seen, mixed, jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
-    same_pair = group_id[:, None] == group_id[None]
-    pair_hash = jnp.where(same_pair, row_hash[None], jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
-
-    def sample(seed: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(0), seed)
-        return jax.random.poisson(key, 1.0, (members,))
-
-    return jax.vmap(sample)(pair_hash).astype(jnp.float32)
-
-
 def _first_action(action_mask: Array) -> Array:
     return action_mask & (jnp.cumsum(action_mask, axis=-1) == 1)
 

@@ -148,9 +148,7 @@ def batch_transforms(
     tokenizer = context.language.tokenizer
     first = list(memories)
     if spec.refinement is not None:
-        engine = compose.rollout_engine(
-            context, group_size=spec.refinement.samples, purpose=Purpose.BASELINE
-        )
+        engine = compose.rollout_engine(context, group_size=1, purpose=Purpose.BASELINE)
         room = context.config.sampling.max_prompt_tokens
-        first.append(refinements.best_refinement(engine, spec.refinement, tokenizer, room))
+        first.append(refinements.refinement(engine, spec.refinement, tokenizer, room))
     return [*chain, *transforms.of_algorithm(spec, tokenizer, first)]

@@ -1,8 +1,8 @@
 """Answers that the policy improves after a critique, as rows of their group (Critique-GRPO, arXiv
 2506.03106).
 
-    prompt -> n completions;  prompt + the worst of them + critique -> m refinements
-    group  =  n completions + the best refinement, if it earns more than what it refines
+    prompt -> n completions;  prompt + the worst of them + critique -> a refinement
+    group  =  n completions + the refinement, if it earns more than what it refines
 
 The refinement stands behind the plain prompt, with its own reward. The policy learns to write it
 without the critique; it did not sample it so, which the loss has to allow for (`algos.mixed`).
@@ -43,16 +43,16 @@ def with_critique(row: Row, completion: str, spec: Refinement) -> Row:
     return row | {"prompt": [*prompt, answer, {"role": "user", "content": critique}]}
 
 
-def best_refinement(
+def refinement(
     engine: Engine, spec: Refinement, tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> Transform:
-    """Build the transform that adds a row to each group: its best refinement, or an empty row.
+    """Build the transform that adds a row to each group: its refinement, or an empty row.
 
-    A group has an empty row, which teaches nothing, if no refinement earns more than the completion
-    that is refined, or if the critique does not fit a prompt; the console says the latter.
+    A group has an empty row, which teaches nothing, if the refinement earns no more than what it
+    refines, or if the critique does not fit a prompt; the console says the latter.
 
     Args:
-        engine: samples `spec.samples` completions of a prompt by the policy, and scores them.
+        engine: samples a completion of each prompt by the policy, and scores it.
         spec: the critique.
         tokenizer: measures prompts.
         max_prompt_tokens: tokens of a prompt.
@@ -77,13 +77,12 @@ def best_refinement(
         request = RolloutRequest(prompt_rows, step, policy_step=int(state.step))
         refined = engine.roll_out(state.params, request)
         earned = np.where(np.isnan(refined.rewards), -np.inf, refined.rewards)
-        best = earned.reshape(-1, spec.samples).argmax(-1) + np.arange(len(rows)) * spec.samples
         mask = np.asarray(refined.rollout.action_mask)
         tokens = np.asarray(refined.rollout.tokens)
-        is_added = np.array(fits) & (earned[best] > worth[worst])
+        is_added = np.array(fits) & (earned > worth[worst])
         added = [
             [AddedRow(tokens[n, mask[n]].tolist(), refined.completions[n])] if ok else [EMPTY]
-            for n, ok in zip(best, is_added, strict=True)
+            for n, ok in enumerate(is_added)
         ]
         result = add_rows(scored, added, RowSource.EXPERT)
 
@@ -93,7 +92,7 @@ def best_refinement(
         action_mask = np.asarray(result.rollout.action_mask)
         last = action_mask.shape[1] - 1 - action_mask[places, ::-1].argmax(-1)
         has_actions = action_mask[places].any(-1)
-        rewards[places, last] = np.where(has_actions, earned[best], 0.0)
+        rewards[places, last] = np.where(has_actions, earned, 0.0)
         faults = list(result.faults)
         for place, fit in zip(places, fits, strict=True):
             if not fit:
