@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -597,7 +598,10 @@ def test_an_accelerator_that_is_not_used_is_said(tmp_path, file, content, advice
 def test_a_plugin_of_another_version_is_named(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/accel0").touch()
-    monkeypatch.setattr(host.importlib.metadata, "version", {"jax-cuda13-plugin": "0.7.2"}.get)
+    plugins = {"jax-cuda13-plugin": [SimpleNamespace(version="0.7.2")]}
+    monkeypatch.setattr(
+        host.importlib.metadata, "distributions", lambda name: plugins.get(name, [])
+    )
     advice = f"the CPU, because jax-cuda13-plugin 0.7.2 does not fit jax {jax.__version__}: pip"
     assert advice in str(host.unused_accelerator(tmp_path))
 

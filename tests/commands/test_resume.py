@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
-from tpu_rl.checkpoint import lock, run_checks, train_state_io
+from tpu_rl.checkpoint import run_checks, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import config, run, saved_run
 from tpu_rl.commands.tools import report, verify
@@ -279,7 +279,7 @@ def test_second_job_in_a_run_folder_is_refused(whole, capsys, monkeypatch):
     def refuse(file, how):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr("fcntl.lockf", refuse)
     assert run.main([*TINY, *STEPS, "--run-dir", str(whole)]) == 2
     assert "another job is working in this run folder" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ of a batch, the models, and an example of each kind of row as the model reads it
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -75,7 +76,9 @@ def inspect(config: ExperimentConfig) -> None:
     held_out = check_held_out(config, tokenizer)
     judged = rewarded or held_out
     gold_table, gold_warnings, with_gold = gold.check(config, judged, tokenizer)
-    trial_rows = [judged[index] for index in (*with_gold, *range(len(judged)))[:2]]
+    # A task has 2^31 rows.
+    numbers = itertools.islice(itertools.chain(with_gold, range(len(judged))), 2)
+    trial_rows = [judged[index] for index in numbers]
     trial, trial_warnings = try_rewards(config, trial_rows, tokenizer)
     warnings += [*gold_warnings, *trial_warnings]
     for warning in dict.fromkeys(warnings):

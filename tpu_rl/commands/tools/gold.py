@@ -30,7 +30,7 @@ MAX_ROWS = 64
 """Rows whose gold is scored, spread over all."""
 MAX_ROWS_OF_USER = 8
 """The same for programs, and for functions of the user, which may ask a paid judge."""
-MAX_COUNTED = 10_000
+MAX_COUNTED = 2_000
 """Rows whose values are counted."""
 SHARE_OF_ONE_WORD = 0.05
 """Share of rows from which on one word, among other answers, is named."""
