@@ -12,7 +12,8 @@ ever labeled. A frozen model of that kind is a reward by itself: `implicit` in
 docs/reference/rewards.md.
 
 The reference is the model as it starts, for both. The others' mean r is, over the other completions
-of the group, the mean of their means over tokens (the paper's section 3.2, and its code).
+of the group, the mean of their means over tokens (the paper's section 3.2). The authors' program
+differs: it adds (r_t - the completion's own mean) / (n - 1), and then whitens.
 
 The process model learns at twice the run's learning rate.
 
