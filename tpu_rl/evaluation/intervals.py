@@ -114,9 +114,9 @@ def share_interval(successes: float, n: int) -> tuple[float, float]:
     """
     low, high = wilson(successes, n)
     failures = n - successes
-    if 0 < successes <= 3:
+    if 0 < successes <= min(3, n / 2):
         low = min(low, _poisson_low(successes) / n)
-    if 0 < failures <= 3:
+    if 0 < failures <= min(3, n / 2):
         high = max(high, 1 - _poisson_low(failures) / n)
     return low, high
 
