@@ -115,8 +115,8 @@ def test_a_run_measures_each_set(checkpoint, tmp_path, capsys):
     assert {name for row in rows for name in row} - {name for row in plain for name in row} == {
         *(f"eval/{name}" for name in names_of_metrics())
     }
-    # Of 3 in 4 the low end is Wilson's and the high end 1 + ln(0.95) / 4; then Student's t of a mean
-    # with 2 degrees of freedom.
+    # Of 3 in 4 the low end is Wilson's and the high end 1 + ln(0.95) / 4; then Student's t of a
+    # mean with 2 degrees of freedom.
     half = 4.302652729749464 * 0.2 / math.sqrt(3)
     for row in rows:
         assert row["eval/hard/accuracy"] == 0.75
