@@ -14,7 +14,8 @@ from pathlib import Path
 
 import arms
 import numpy as np
-import plots
+
+from tpu_rl.report import plots
 
 
 def curve(run_dir: Path, metric: str) -> dict[int, float]:

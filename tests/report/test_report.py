@@ -232,6 +232,12 @@ def test_page_is_deterministic(tmp_path):
     assert page(folder) == page(folder)
 
 
+def test_learning_curve_is_written_as_png(tmp_path):
+    folder = make_run(tmp_path / "run")
+    report.plot_learning_curve(folder, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_graded_rewards_have_their_mean_as_the_headline(tmp_path):
     """Nobody said which of these answers are right, so no page may call a share of them accuracy.
     At one step all rewards happened to be 0 or 1."""
@@ -254,6 +260,7 @@ def test_graded_rewards_have_their_mean_as_the_headline(tmp_path):
     assert f"95 % intervals 0.100–0.900 and {last - 0.1:.3f}–0.900, 50 problems" in text
     assert "Mean reward of held-out problems; band: 95 % interval." in text
     assert "ccuracy" not in text
+    report.plot_learning_curve(folder, tmp_path / "curve.png")
 
 
 def test_a_folder_without_metrics_raises_input_error(tmp_path):
@@ -610,3 +617,4 @@ def test_a_run_with_more_evaluations_than_points_of_a_chart(tmp_path):
     write_lines(folder / "metrics.jsonl", rows)
     (curve,) = re.findall(r'<path class="line main c0" d="M(.*?)"', page(folder))
     assert curve.count("L") == MAX_POINTS - 1
+    report.plot_learning_curve(folder, tmp_path / "curve.png")

@@ -1,7 +1,8 @@
 """report.html: what a run did, on one page that opens offline.
 
 `write_report` reads only the run folder (metrics.jsonl, samples.jsonl, config.yaml, summary.json)
-and shows what it finds there, also while the run is on.
+and shows what it finds there, also while the run is on. `plot_learning_curve` writes the headline
+chart as a PNG.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl import run_files
-from tpu_rl.errors import typed_command
+from tpu_rl.errors import InputError, typed_command
 from tpu_rl.evaluation.intervals import NORMAL_95, share_interval
 from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
-from tpu_rl.report import charts, completion_pages, html_page
+from tpu_rl.report import charts, completion_pages, html_page, plots
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
 from tpu_rl.report.pictures import Pictures
 from tpu_rl.report.run_data import GRADES, PAIRS, PROBLEMS, STEPS, Run, metric_of, read_run
@@ -152,6 +153,29 @@ def _write(folder: Path, page: str) -> None:
     temporary = path.with_name(f"{FILE}.{os.getpid()}.tmp")
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
+
+
+def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.PathLike[str]) -> None:
+    """Write the report's headline chart as a PNG.
+
+    Raises:
+        InputError: if the run has neither evaluations nor a loss.
+    """
+    run = read_run(Path(run_dir))
+    series, kind = _headline_series(run)
+    if series is None:
+        raise InputError(
+            f"Run {run.name} has nothing to plot.",
+            where=str(run_dir),
+            why="it has no evaluation and no loss",
+        )
+    if kind is None:
+        figure = plots.line_chart([series], size=plots.WIDE)
+    else:
+        title = MEASURES[kind].title
+        title = f"{run.name}: {title[0].lower()}{title[1:]}, 95 % interval"
+        figure = plots.learning_curve(series, title=title, percent=MEASURES[kind].is_share)
+    plots.save_png(figure, path_png)
 
 
 # --- headline ---

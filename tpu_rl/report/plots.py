@@ -1,14 +1,15 @@
 """Charts as files, for documents: matplotlib figures with labels at the lines instead of legends.
 
-The report draws its own charts (`tpu_rl.report.charts`), because a figure costs matplotlib a tenth
-of a second. A chart function returns a figure, and `as_svg` turns it into text. Figures do not
-touch the global state of pyplot.
+The page draws its own charts (`charts`), because a figure costs matplotlib a tenth of a second.
+Every chart function returns a figure; `as_svg` and `save_png` turn it into text or a file. Figures
+do not touch the global state of pyplot.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +65,12 @@ def as_svg(figure: Figure) -> str:
     )
 
 
+def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write the figure as a PNG."""
+    with _style():
+        figure.savefig(path, format="png", dpi=200, facecolor="white")
+
+
 def line_chart(
     lines: Sequence[Series],
     *,
@@ -99,7 +106,39 @@ def line_chart(
         return figure
 
 
+def learning_curve(series: Series, *, title: str = "", percent: bool = True) -> Figure:
+    """Plot values with their intervals: points, a band, and the first and last value as labels.
+
+    `percent` says that the values are shares.
+    """
+    with _style():
+        figure, axes = _new_figure(WIDE, labels=True)
+        color = COLORS[0]
+        x, y = series.x, series.y
+        if series.band is not None:
+            axes.fill_between(x, *series.band, color=color, alpha=0.16, linewidth=0)
+            if len(x) == 1:
+                axes.plot(np.repeat(x, 2), np.ravel(series.band), color=color, alpha=0.4)
+        axes.axhline(y[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 4)))
+        axes.plot(x, y, color=color, linewidth=2.2, **_POINTS)
+        from_zero = float(series.values().min()) >= 0
+        y_axis = value_axis(series.values(), percent=percent, from_zero=from_zero)
+        _finish(axes, step_axis(x), y_axis)
+        label_colors = {float(y[0]): MUTED}
+        if len(y) > 1:
+            label_colors[float(y[-1])] = color  # Equal values share a label.
+        text = "{:.1%}" if percent else "{:.4g}"
+        labels = [_Label(text.format(value), value, ink) for value, ink in label_colors.items()]
+        _label_ends(axes, labels, size=11)
+        axes.text(
+            0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10, parse_math=False
+        )
+        return figure
+
+
 # --- parts of a chart ---
+
+_POINTS: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
 
 
 class _Label(NamedTuple):
