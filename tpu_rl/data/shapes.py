@@ -613,8 +613,8 @@ def _outputs_of_input(row: Row) -> Row:
     if not isinstance(prompt, list):
         raise ValueError("`input` has no list `messages`")
     tools = {"tools": row["input"]["tools"]} if row["input"].get("tools") else {}
-    chosen, rejected = row["preferred_output"], row["non_preferred_output"]
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | tools
+    chosen = row["preferred_output"]
+    return {"prompt": prompt, "chosen": chosen, "rejected": row["non_preferred_output"]} | tools
 
 
 def _rejected_answer(row: Row) -> Row:

@@ -104,7 +104,7 @@ _TERM_AFTER = re.compile(
     r"[\s*$%}]*(?:,|;|/|\||\bor\b|\band\b)[\s*$]*-?[0-9]|\s*[_^]|\s*[*+×·:-]\s*[0-9(\\]"
     r"|\s*(?:\\(?:pi|sqrt|frac|cdot|times)|[π√])|[ .ex]-?[0-9]"
 )
-"""What makes of a number one of several, or a part of a term."""
+"""Text behind a number that is one of several, or a part of a term."""
 
 
 def _closing_brace(text: str) -> int:

@@ -454,7 +454,8 @@ def _band(mean: np.ndarray, spread: np.ndarray, n: np.ndarray) -> tuple[np.ndarr
     The spread of zeros and ones is sqrt(mean (1 - mean)). They have the interval of a share.
     """
     half = NORMAL_95 * spread / np.sqrt(n)
-    low, high = mean - half, mean + half
+    low = mean - half
+    high = mean + half
     variance = mean * (1 - mean)
     for step in np.flatnonzero(np.isclose(spread**2, variance, rtol=1e-3, atol=1e-6)):
         share = min(max(mean[step], 0.0), 1.0)

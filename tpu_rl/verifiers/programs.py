@@ -313,7 +313,8 @@ def program_of(text: str, prompt: str = "", is_called: bool = False) -> str:
     for index in reversed(range(chosen)):
         if names[index][0] & (used - defined):
             program = f"{sources[index]}\n{program}"
-            defined, used = defined | names[index][0], used | names[index][1]
+            defined |= names[index][0]
+            used |= names[index][1]
     return program
 
 

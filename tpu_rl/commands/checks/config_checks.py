@@ -55,7 +55,7 @@ ALGORITHMS: Mapping[str, Callable[[AlgorithmConfig], bool]] = {
     Q_SHARP: lambda x: x.experience.source == "q_examples",
     OPPONENT: lambda x: x.experience.source == "pairs" and x.experience.opponent is not None,
 }
-"""What an algorithm of the run may be like."""
+"""Properties of an algorithm, by name -> the test of one."""
 
 OF_AGENTS = "episodes of an agent, a program of its own, begin and end in one rollout"
 MOVED = "it may have moved since a completion began"
@@ -521,7 +521,8 @@ def check_algorithm(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Non
 
 def check_pairs(config: ExperimentConfig) -> None:
     """Check that something tells sampled completions apart, and that pairs fit a packed row."""
-    batch, sampling = config.batch, config.sampling
+    batch = config.batch
+    sampling = config.sampling
     specs = [stage.algorithm.experience for stage in config.stages]
     sampled = [spec for spec in specs if spec.source == "pairs" and spec.sampled_by is not None]
     opposed = [spec for spec in specs if spec.opponent is not None]

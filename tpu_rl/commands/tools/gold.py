@@ -142,9 +142,9 @@ def _failures(
         "group": [index for index, _ in flat],
         "step": [1] * len(flat),
     }
-    found = rewards.apply(name, function, prompts, completions, all_columns, of_rollout)
-    faults = {fault.row: fault.message for fault in found.faults}
-    values = np.nan_to_num(found.values, nan=-math.inf)
+    judged = rewards.apply(name, function, prompts, completions, all_columns, of_rollout)
+    faults = {fault.row: fault.message for fault in judged.faults}
+    values = np.nan_to_num(judged.values, nan=-math.inf)
     failed = []
     reason = ""
     start = 0
