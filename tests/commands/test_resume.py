@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
-from tpu_rl.checkpoint import run_checks, train_state_io
+from tpu_rl.checkpoint import train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import config, run, saved_run
-from tpu_rl.commands.tools import report, verify
+from tpu_rl.commands.tools import report, run_checks, verify
 from tpu_rl.runtime import preemption
 
 STEPS = ["--steps", "4"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from tpu_rl.checkpoint import run_checks
+from tpu_rl.commands.tools import run_checks
 from tpu_rl.errors import DamagedDataError, TpuRlError, typed_command
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tpu_rl import metrics, run_files
-from tpu_rl.checkpoint import run_checks
+from tpu_rl.commands.tools import run_checks
 
 
 def write_run(folder, steps: int, planned: int, rows: int):
