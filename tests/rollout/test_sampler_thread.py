@@ -1,4 +1,4 @@
-"""The thread that samples while the main thread updates, and what ends its rollouts."""
+"""The threads that sample while the main thread updates, and what ends their rollouts."""
 
 import threading
 from typing import Any
@@ -8,36 +8,48 @@ import pytest
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import signals
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.sampler_thread import SamplerThread
+from tpu_rl.rollout.sampler_thread import SamplerThreads
 from tpu_rl.runtime import preemption, task_threads
 
 
-def thread_of(generate) -> SamplerThread:
+def threads_of(generate, most_at_once: int = 1) -> SamplerThreads:
     engine = Engine(generate, lambda sampled: pytest.fail("nothing is scored"))  # Made-up results.
-    return SamplerThread(engine, lambda params: {"copy": params})
+    return SamplerThreads(engine, lambda params: {"copy": params}, most_at_once)
 
 
-def test_it_samples_with_the_copy_and_says_so_once():
+def test_they_sample_with_the_copy():
     main = threading.get_ident()
-    thread = thread_of(lambda params, request: (params, request.step, threading.get_ident()))
-    assert thread.wait() is None
-    thread.start("weights", RolloutRequest([], 7))
-    result: Any = thread.wait()
+    threads = threads_of(lambda params, request: (params, request.step, threading.get_ident()))
+    result: Any = threads.start("weights", RolloutRequest([], 7)).result(10)
     params, step, ident = result
     assert (params, step) == ({"copy": "weights"}, 7)
     assert ident != main
-    assert thread.wait() is None
 
 
-def test_what_ends_a_rollout_is_raised_by_wait():
+def test_as_many_batches_as_there_are_threads_are_under_way():
+    together = threading.Barrier(2)
+    running = []
+
+    def generate(params, request):
+        running.append(request.step)
+        if request.step < 3:
+            together.wait(10)
+        return len(running)
+
+    threads = threads_of(generate, most_at_once=2)
+    first, second = (threads.start(None, RolloutRequest([], step)) for step in (1, 2))
+    third = threads.start(None, RolloutRequest([], 3))
+    assert first.done()
+    assert [second.result(10), third.result(10)][1] == 3
+
+
+def test_what_ends_a_rollout_is_raised_by_its_future():
     def generate(params, request):
         raise InputError("a bad row")
 
-    thread = thread_of(generate)
-    thread.start(None, RolloutRequest([], 1))
+    future = threads_of(generate).start(None, RolloutRequest([], 1))
     with pytest.raises(InputError, match="a bad row"):
-        thread.wait()
-    assert thread.wait() is None
+        future.result(10)
 
 
 def test_only_cancel_ends_a_rollout_early():
@@ -54,18 +66,18 @@ def test_only_cancel_ends_a_rollout_early():
             ended_by.append(type(error))
             raise
 
-    thread = thread_of(generate)
+    threads = threads_of(generate)
     stopping = preemption.Signals()
     with stopping.stoppable():
         stopping.stop.set()
-        thread.start(None, RolloutRequest([], 1))
+        future = threads.start(None, RolloutRequest([], 1))
         assert began.wait(10)
         assert not ended_by
         with pytest.raises(preemption.StopRequested):
             signals.between_segments()  # The main thread hears it.
-    thread.cancel()
+    threads.cancel()
     assert ended_by == [signals.Cancelled]
-    assert thread.wait() is None
+    assert isinstance(future.exception(0), signals.Cancelled)
 
 
 def test_the_threads_of_two_names_work_at_the_same_time():

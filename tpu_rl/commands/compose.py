@@ -69,7 +69,7 @@ class Devices(NamedTuple):
     mesh: Mesh
     """The devices that learn."""
     sampler: tuple[Any, ...]
-    """Devices that only sample. Without any, those of `mesh` sample too."""
+    """Devices that sample during updates. Without any, those of `mesh` sample before them."""
 
 
 def share_devices(
@@ -89,6 +89,8 @@ def share_devices(
     sampler: tuple[Any, ...] = ()
     if config.sampling.devices:
         devices, sampler = split(devices, config.sampling.devices)
+    elif config.sampling.during_updates:
+        sampler = sharding.only_device(devices)
     mesh = config.mesh
     if devices[0].platform == "tpu" and mesh == MeshConfig():
         rows = math.ceil(config.batch.rows_at_once / len(devices))

@@ -349,6 +349,11 @@ class ExperimentConfig:
         return terms.names_of(self.reward_terms)
 
     @property
+    def batches_at_once(self) -> int:
+        """The batches that are sampled at the same time."""
+        return self.batch.staleness + 1 if self.sampling.during_updates else 1
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The phases, then `algorithm`, with their steps if no phase ends early."""
         return self.stages_ended(())
@@ -760,6 +765,7 @@ rate is constant."""
 
 ADDED = {
     "evaluation": {"sets": []},
+    "sampling": {"during_updates": False},
     "algorithm": {"thought_weight": 1.0, "thought_end": []},
 }
 """Settings that are younger than runs which may go on -> the value with which nothing changes. With

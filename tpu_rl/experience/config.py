@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from tpu_rl import ranges, sampler
-from tpu_rl.ranges import Count, CountOrNone, In, Needs, Positive, Share
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, In, Needs, Positive, Share
 from tpu_rl.sampler import Speculation, Thinking
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
@@ -278,6 +278,10 @@ class SamplingConfig:
     """Devices that only sample, the last ones: the next batch is sampled on them during the update
     on the others, with --batch.staleness of at least 1. The weights are copied to them before each
     update. 0: all devices sample, and then all of them learn."""
+    during_updates: Annotated[bool, Conflicts("devices", why="those sample during updates")] = False
+    """One device alone: sample the --batch.staleness batches that wait for their step and the next
+    one at the same time, while the device learns. Tools and agents then answer during updates. Each
+    batch has a copy of the weights and a cache."""
     host_sync_steps: Count = 128
     """Decode steps between two visits of the host, which starts the rewards of complete groups and
     looks for stop strings."""

@@ -25,7 +25,6 @@ import jax
 import numpy as np
 
 from tpu_rl import sampler
-from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History, without_images
@@ -102,13 +101,7 @@ def generate(
     began = time.perf_counter()
     environment = decoding.environment
     assert environment is not None
-    if request.resumed is not None or request.first_groups is not None:
-        raise InputError(
-            "conversations cannot be left unfinished",
-            where="--rollout.partial, --environment",
-            why="the state of an environment is not part of checkpoints",
-            fix="leave out --rollout.partial",
-        )
+    assert request.resumed is None, "an episode ends in the rollout that begins it"
     group_size = decoding.config.samples_per_prompt
     num_rows = len(request.rows) * group_size
     signals.mark(decoding.purpose, "rollout", request.step)
@@ -145,7 +138,7 @@ def generate(
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         conversations = [_Conversation(first_turns[row], keys[row]) for row in range(num_rows)]
         live = _live_sampler(decoding, scorer, params, conversations, images)
-        _converse(decoding, live, conversations, episodes, streaming, images)
+        idle_seconds = _converse(decoding, live, conversations, episodes, streaming, images)
         signals.mark(decoding.purpose, "rewards", request.step)
         results = _shared(episodes.results())
     for conversation in conversations:
@@ -186,7 +179,7 @@ def generate(
         seconds=time.perf_counter() - began,
         streamed_rewards=streaming.answers,
         cancel_rewards=streaming.cancel,
-        episodes=outcomes,
+        episodes=replace(outcomes, idle_seconds=idle_seconds),
         episode_rows=rows,
     )
 
@@ -198,11 +191,13 @@ def _converse(
     episodes: Episodes,
     streaming: StreamingRewards,
     images: ImageTable | None,
-) -> None:
+) -> float:
     """Decode turns and wait for answers, until all episodes are over.
 
-    Reward functions are asked about a group once its episodes are over.
+    Reward functions are asked about a group once its episodes are over. Returns the seconds in
+    which no turn could be decoded.
     """
+    idle_seconds = 0.0
     config = decoding.config
     local = episodes.local
     live.submit([_next_turn(row, conversations[row], config) for row in range(len(conversations))])
@@ -214,7 +209,10 @@ def _converse(
             if local.start <= row < local.stop:
                 episodes.on_turn(row, turn.tokens, turn.stopped)
         # Only if no row is decoded there is nothing better to do than to wait.
+        began = time.perf_counter()
         answers = _shared(episodes.poll(wait=live.is_idle))
+        if live.is_idle:
+            idle_seconds += time.perf_counter() - began
         if images is not None:
             images.share()
         signals.between_segments()
@@ -244,6 +242,7 @@ def _converse(
             requests.append(_next_turn(row, conversation, config))
         live.submit(requests)
         streaming.on_answered(over, {row: conversations[row].actions for row in over})
+    return idle_seconds
 
 
 def _live_sampler(

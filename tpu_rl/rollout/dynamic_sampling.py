@@ -214,6 +214,8 @@ def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes |
             name: np.concatenate([episodes.counts[name] for episodes in known])
             for name in known[0].counts
         },
+        images=[images for episodes in known for images in episodes.images],
+        idle_seconds=sum(episodes.idle_seconds for episodes in known),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import spans
 from tpu_rl.rollout.dynamic_sampling import all_sampled, of_policy
-from tpu_rl.rollout.scoring import Sampled, Scored, by_episode, group_size, zero_variance
+from tpu_rl.rollout.scoring import Scored, by_episode, group_size, zero_variance
 from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import RowSource
 
@@ -53,6 +53,7 @@ def metrics(scored: Scored) -> dict[str, float]:
             f"env/{name}": float(np.mean(values))
             for name, values in sampled.episodes.counts.items()
         }
+        row["time/rollout_idle"] = sampled.episodes.idle_seconds
     row["time/reward"] = sampled.seconds_reward
     return row | speed(sampled.lengths, sampled.seconds_rollout)
 
@@ -63,11 +64,6 @@ def speed(lengths: np.ndarray, seconds: float) -> dict[str, float]:
         "time/rollout": seconds,
         "perf/rollout_tokens_per_second": float(lengths.sum()) / seconds,
     }
-
-
-def sampling_speed(sampled: Sampled) -> dict[str, float]:
-    """Return `speed` of completions that have no rewards yet."""
-    return speed(sampled.lengths, sampled.seconds)
 
 
 def _finite_mean(values: np.ndarray) -> float:

@@ -179,11 +179,13 @@ class Decoding:
 
     @contextmanager
     def on_its_mesh(self) -> Iterator[None]:
-        """Set the sampling mesh, for one thread at a time.
+        """Set the sampling mesh, if it has several devices for one thread at a time.
 
         Programs that two threads start on several devices may wait for each other forever.
         """
-        with _SAMPLING, jax.set_mesh(self.policy.mesh), ExitStack() as contexts:
+        with jax.set_mesh(self.policy.mesh), ExitStack() as contexts:
+            if self.policy.mesh.size > 1:
+                contexts.enter_context(_SAMPLING)
             if self.policy.device is not None:
                 contexts.enter_context(jax.default_device(self.policy.device))
             yield

@@ -62,6 +62,8 @@ class EpisodeOutcomes:
     """Name -> [N] numbers: turns, tool calls, errors and tokens of observations."""
     images: list[list[bytes]] = field(default_factory=list)
     """The images that the environment showed in each episode, as files; empty if it shows none."""
+    idle_seconds: float = 0.0
+    """Time in which nothing was decoded, because all episodes waited for tools or agents."""
 
     def take(self, rows: np.ndarray) -> EpisodeOutcomes:
         """Return some of the episodes."""

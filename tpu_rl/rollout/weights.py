@@ -15,7 +15,8 @@ themselves are read. Where only the placement differs, no copy is made: the run 
 there (`reshard_for_sampling`) and back (`reshard_back`), so that memory never holds more than one
 layout and the largest leaf.
 
-With `--sampling.devices N` the sampler has devices of its own, and always reads copies. The
+With `--sampling.devices N` the sampler has devices of its own, and always reads copies, as it does
+with `--sampling.during-updates`. The
 training devices gather a leaf until each part that a sampling device wants is whole on one of them.
 Then parts go from device to device, and never through the host.
 """
@@ -230,11 +231,11 @@ def _copy(weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding) -
 def _copy_apart(
     training_mesh: Mesh, weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding
 ) -> Any:
-    """Return the weight with the target's type and a placement on other devices than its own."""
-    if weight.dtype == target.dtype and weight.sharding.is_equivalent_to(placement, weight.ndim):
-        return weight
+    """Return a copy with the target's type and a placement on the devices that sample."""
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=placement)
+    if weight.dtype == target.dtype and weight.sharding.is_equivalent_to(placement, weight.ndim):
+        return weight.copy()  # The same device learns, and will donate the weight.
     return _send(_copy(weight, target, gathered_sharding(placement, training_mesh)), placement)
 
 

@@ -110,13 +110,22 @@ class Outcome(NamedTuple):
     """It failed after its conversation had filled the room for tokens."""
 
 
+class _Service(NamedTuple):
+    """What answers the requests of a batch's episodes."""
+
+    app: App
+    server: Server
+    accounts: dict[str, EpisodeAccount]
+    """API key -> episode."""
+
+
 class _AgentEngine:
     def __init__(self, agent: Agent, decoding: Decoding, scorer: Scorer):
         self._agent = agent
         self._decoding = decoding
         self._scorer = scorer
-        self._accounts: dict[str, EpisodeAccount] = {}
-        """API key -> episode."""
+        self._idle: list[_Service] = []
+        """Services that no batch uses. Several batches may be sampled at once."""
         self._numbers = itertools.count(processes.index(), processes.count())
         config = decoding.config
         self._distribution = Distribution(
@@ -134,13 +143,7 @@ class _AgentEngine:
         All processes call it together. Each runs the agents of its own groups.
         """
         began = time.perf_counter()
-        if request.resumed is not None or request.first_groups is not None:
-            raise InputError(
-                "episodes of agents cannot be left unfinished",
-                where="--rollout.partial, --agent",
-                why="the state of an agent is not part of checkpoints",
-                fix="leave out --rollout.partial",
-            )
+        assert request.resumed is None, "an episode ends in the rollout that begins it"
         decoding = self._decoding
         group_size = decoding.config.samples_per_prompt
         num_episodes = len(request.rows) * group_size
@@ -149,12 +152,16 @@ class _AgentEngine:
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         signals.mark(decoding.purpose, "rollout", request.step)
         local = scoring.local_rows(num_episodes, group_size)
+        features = decoding.policy.with_images
+        images = features and ImageTable(self._scorer.tokenizer, features)
         rewarding = self._scorer.streaming(request.rows, group_size, step=request.step)
         with rewarding as streaming, decoding.on_its_mesh():
-            outcomes = self._run(params, request.rows, keys, group_size, local, streaming)
+            outcomes, idle_seconds = self._run(
+                params, request.rows, keys, group_size, local, streaming, images
+            )
         signals.mark(decoding.purpose, "rewards", request.step)
         ordered = [outcomes[episode] for episode in range(num_episodes)]
-        sampled = self._sampled(request, ordered, keys, group_size)
+        sampled = self._sampled(request, ordered, idle_seconds, keys, group_size, images)
         return replace(
             sampled,
             step=request.step,
@@ -171,20 +178,24 @@ class _AgentEngine:
         group_size: int,
         local: slice,
         streaming: StreamingRewards,
-    ) -> dict[int, Outcome]:
-        """Run all local episodes, and return the outcomes of all processes' episodes.
+        images: ImageTable | None,
+    ) -> tuple[dict[int, Outcome], float]:
+        """Run all local episodes, and return the outcomes of all processes' episodes, and the
+        seconds in which nothing was decoded.
 
         Reward functions judge a group once its episodes are over.
         """
         running: _Running | None = None
-        pump = Pump(functools.partial(self._sampler, params, len(keys)), _share)
-        self._app.pump = pump
-        tokenizer = self._scorer.tokenizer
-        features = self._decoding.policy.with_images
-        self._app.images = features and ImageTable(tokenizer, features)
         try:
-            running = _Running(self._agent, self._server.url, pump.wake)
-            first_prompts = [self._first_prompt(rows[g]) for g in range(len(rows))]
+            service = self._idle.pop()
+        except IndexError:  # Threads may take one at the same moment.
+            service = self._new_service()
+        app, server, accounts = service
+        app.images = images
+        app.pump = pump = Pump(functools.partial(self._sampler, images, params, len(keys)), _share)
+        try:
+            running = _Running(self._agent, server.url, pump.wake)
+            first_prompts = [self._first_prompt(row, images) for row in rows]
             for episode in range(local.start, local.stop):
                 account = EpisodeAccount(
                     self._scorer.tokenizer,
@@ -195,14 +206,14 @@ class _AgentEngine:
                     is_strict=self._decoding.purpose is not Purpose.EVALUATION,
                 )
                 key = secrets.token_urlsafe(24)
-                self._accounts[key] = account
+                accounts[key] = account
                 running.begin(episode, rows[episode // group_size], key)
             outcomes: dict[int, Outcome] = {}
             while processes.any_of(bool(running.keys)):
                 pump.step(POLL_SECONDS)
                 signals.between_segments()
                 for episode, key, reply in running.ended():
-                    account = self._accounts.pop(key)
+                    account = accounts.pop(key)
                     account.is_over = True
                     for conversation in account.conversations.open:
                         pump.close(conversation)
@@ -211,11 +222,12 @@ class _AgentEngine:
                     actions = [token for branch in outcome.branches for token in branch.actions]
                     streaming.on_answered({episode: outcome.messages}, {episode: actions})
         finally:
-            self._accounts.clear()
+            accounts.clear()
             pump.end(InputError("the rollout has ended"))
             if running is not None:
                 running.stop()
-        return _shared(outcomes)
+            self._idle.append(service)
+        return _shared(outcomes), pump.idle_seconds
 
     def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
         fault = reply.fault
@@ -239,23 +251,23 @@ class _AgentEngine:
         calls = len(account.record.calls)
         return Outcome(branches, reward, fault, messages, calls, is_truncated)
 
-    def _first_prompt(self, row: Row) -> list[int] | None:
+    def _first_prompt(self, row: Row, images: ImageTable | None) -> list[int] | None:
         """Return the ids of the row's prompt, if they can be told."""
         if "prompt" not in row:
             return None
         try:
             ids = self._scorer.tokenizer.encode_prompt(row["prompt"], row.get("tools"))
-            return self._app.images.place(ids, sources_of(row)) if self._app.images else ids
+            return images.place(ids, sources_of(row)) if images else ids
         except InputError:
             return None
 
     def _sampler(
-        self, params: Params, rows: int, distribution: Distribution
+        self, images: ImageTable | None, params: Params, rows: int, distribution: Distribution
     ) -> ConversationSampler:
         del distribution  # That of the run, the only one that episodes may ask for.
         decoding = self._decoding
         config = decoding.config
-        images = self._scorer.tokenizer.images
+        reader = self._scorer.tokenizer.images
         return ConversationSampler(
             decoding.policy.policy,
             decoding.policy.params(params),
@@ -267,16 +279,18 @@ class _AgentEngine:
             mesh=decoding.policy.mesh,
             stop_at=prompts.stop_at(self._scorer.tokenizer, decoding.stop_strings),
             on_segment=signals.between_segments,
-            whole_images=images and images.whole_images,
-            images=self._app.images,
+            whole_images=reader and reader.whole_images,
+            images=images,
         )
 
-    @functools.cached_property
-    def _app(self) -> App:
+    def _new_service(self) -> _Service:
+        """Return a service that answers, and lives as long as the process."""
+        from tpu_rl.serving import routes  # The package starlette is there, as checked before.
+
         no_pump: Any = None
         # The server's thread lives on, and must not keep the engine with its weights.
-        accounts = self._accounts
-        return App(
+        accounts: dict[str, EpisodeAccount] = {}
+        app = App(
             no_pump,
             self._scorer.tokenizer,
             "policy",
@@ -284,20 +298,20 @@ class _AgentEngine:
             self._distribution,
             lambda key: accounts.get(key or ""),
         )
-
-    @functools.cached_property
-    def _server(self) -> Server:
-        """The server, which lives as long as the process."""
-        from tpu_rl.serving import routes  # The package starlette is there, as checked before.
-
-        server = Server(routes.application(self._app), bind(LOOPBACK, 0))
+        server = Server(routes.application(app), bind(LOOPBACK, 0))
         server.start()
-        return server
+        return _Service(app, server, accounts)
 
     # --- rows ---
 
     def _sampled(
-        self, request: RolloutRequest, outcomes: list[Outcome], keys: np.ndarray, group_size: int
+        self,
+        request: RolloutRequest,
+        outcomes: list[Outcome],
+        idle_seconds: float,
+        keys: np.ndarray,
+        group_size: int,
+        images: ImageTable | None,
     ) -> Sampled:
         tokenizer = self._scorer.tokenizer
         all_branches = [outcome.branches or [_no_calls(tokenizer)] for outcome in outcomes]
@@ -309,8 +323,8 @@ class _AgentEngine:
             self._decoding.config.pad_id,
             request.policy_step,
         )
-        if self._app.images is not None:
-            rollout = self._app.images.with_own_images(rollout)
+        if images is not None:
+            rollout = images.with_own_images(rollout)
         rows = episode_rows(rollout, all_branches, tokenizer)
         counts = np.array([len(branches) for branches in all_branches])
         last = last_rows(rows)
@@ -323,6 +337,7 @@ class _AgentEngine:
             faults=[outcome.fault for outcome in outcomes],
             messages=[outcome.messages for outcome in outcomes],
             states=[{} for _ in outcomes],
+            idle_seconds=idle_seconds,
             counts={
                 "turns": np.array([outcome.calls for outcome in outcomes]),
                 "branches": counts,

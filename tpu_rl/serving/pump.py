@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -83,6 +84,8 @@ class Pump:
         """By conversation: those who watch, of this process."""
         self._sampler_of: dict[int, ConversationSampler] = {}
         self._work: list[Work] = []
+        self.idle_seconds = 0.0
+        """Time in which `step` waited for calls, and decoded nothing."""
         self._incoming: queue.SimpleQueue[
             tuple[PendingTurn, Future[Turn], OnGrown | None] | Work | int | None
         ] = queue.SimpleQueue()
@@ -133,7 +136,11 @@ class Pump:
 
         If there is nothing to decode, wait so long for a call.
         """
-        for items in self._share(self._drain(wait_seconds if self.is_idle else 0.0)):
+        began = time.perf_counter()
+        shared = self._share(self._drain(wait_seconds if self.is_idle else 0.0))
+        if self.is_idle:
+            self.idle_seconds += time.perf_counter() - began
+        for items in shared:
             for item in items:
                 if isinstance(item, int):
                     self._close(item)

@@ -170,6 +170,18 @@ SplitDevices = Callable[[Sequence[Any], int], tuple[tuple[Any, ...], tuple[Any, 
 """See `split_devices`."""
 
 
+def only_device(devices: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the one device, or raise InputError: programs of two threads that exchange data over
+    several devices may wait for each other forever."""
+    if len(devices) > 1:
+        raise InputError(
+            f"{len(devices)} devices cannot sample and learn at the same time",
+            where="--sampling.during-updates",
+            fix="set some apart: --sampling.devices N",
+        )
+    return tuple(devices)
+
+
 def split_devices(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the devices without the last `count`, and these.
 

@@ -57,7 +57,6 @@ ALGORITHMS: Mapping[str, Callable[[AlgorithmConfig], bool]] = {
 }
 """Properties of an algorithm, by name -> the test of one."""
 
-OF_AGENTS = "episodes of an agent, a program of its own, begin and end in one rollout"
 MOVED = "it may have moved since a completion began"
 ROUNDED = "the update reads numbers that are not rounded"
 SINGLE_TURN = "routing is recorded of single turns"
@@ -124,8 +123,7 @@ APART: Table = {
 APART_IN_TRAINING: Table = {
     "--agent": {
         "--environment": "both answer the policy",
-        "--rollout.partial": OF_AGENTS,
-        "--batch.staleness": OF_AGENTS,
+        "--rollout.partial": "episodes of an agent, a program of its own, end in one rollout",
         "--evaluation.turns": "an agent has no turns to cut",
         NO_EPISODES: "episodes of agents have rewards; grpo learns from these",
     },
@@ -270,13 +268,14 @@ def check_any(config: ExperimentConfig) -> None:
             why="completions are single turns, which nothing answers",
             fix="give --environment or --agent, or leave the coefficient out",
         )
-    if config.sampling.devices and not config.batch.staleness:
-        raise InputError(
-            "devices that only sample would wait for each update, and the others for the sampler",
-            where="--sampling.devices, --batch.staleness",
-            why="on-policy rollouts need the weights after the update",
-            fix="add --batch.staleness 1, or leave out --sampling.devices",
-        )
+    for flag in ("--sampling.devices", "--sampling.during-updates"):
+        if is_on(config, flag) and not config.batch.staleness:
+            raise InputError(
+                "updates would wait for the sampler, and the sampler for updates",
+                where=f"{flag}, --batch.staleness",
+                why="on-policy rollouts need the weights after the update",
+                fix=f"add --batch.staleness 1, or leave out {flag}",
+            )
     policies = [stage.algorithm.roles.get("policy") for stage in config.stages]
     if config.rollout.replay_routing and not any(role and role.trainable for role in policies):
         raise InputError(

@@ -361,6 +361,8 @@ def _choose_apart(
     given = config.sampling.tensor_parallel
 
     def line(size: TensorParallel, reason: str) -> str:
+        if config.sampling.during_updates:
+            return f"decoding: up to {config.batches_at_once} batches at once, during updates"
         return (
             f"decoding: {_spread(size, mesh, count)}, on devices that only sample{reason}; "
             f"{mesh.size} for learning"
@@ -452,7 +454,9 @@ def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _
     reads = _reads(planned)
     params = planned.state.params
     held = 0
-    if layout.training_mesh is None:
+    if config.sampling.during_updates:
+        held = sum(plan_steps.state_bytes(planned).values())
+    elif layout.training_mesh is None:
         params = weights.reshard_for_sampling(params, reads, layout)
         state = replace(planned.state, params=params)
         held = sum(plan_steps.state_bytes(planned._replace(context=context, state=state)).values())
@@ -468,13 +472,13 @@ def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _
     policies = [context.policy(name) for name in names]
     configs = [context.sampling_model(name).config for name in names]
     read = weights.rollout_policy(policies[0], reads, layout).params(params)
-    held += chip_bytes(copied_weights(params, read))
+    held += config.batches_at_once * chip_bytes(copied_weights(params, read))
 
     rows = min(config.sampling.slots, _completions(config))
 
     def cache_bytes(rows: int, tokens: int, lanes: int = LANES) -> list[int]:
         return [
-            size
+            config.batches_at_once * size
             for policy in policies
             for size in _cache_bytes(policy, read, layout.mesh, rows, tokens, lanes)
         ]

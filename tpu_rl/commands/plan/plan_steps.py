@@ -194,6 +194,8 @@ def sampling_lines(
 def _moved_for(planned: StagePlan, reads: list[Select]) -> tuple[StagePlan, dict[str, int]]:
     """Return the stage while it samples from these roles, and the bytes of its train state."""
     context, state = planned.context, planned.state
+    if context.config.sampling.during_updates:
+        return planned, state_bytes(planned)
     if context.sampler_devices:  # They hold no train state.
         return planned, {}
     params = reshard_for_sampling(state.params, reads, context.sampling_layout)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tpu_rl import data
 from tpu_rl.commands import compose
@@ -26,8 +28,8 @@ from tpu_rl.experience.transforms import Transform
 from tpu_rl.losses.entropy import temperature_factor
 from tpu_rl.rewards import registry
 from tpu_rl.rewards import terms as rewards
-from tpu_rl.rollout.engine import Engine
-from tpu_rl.rollout.sampler_thread import SamplerThread
+from tpu_rl.rollout.engine import Decoding, Engine
+from tpu_rl.rollout.sampler_thread import SamplerThreads
 from tpu_rl.types import Params, Purpose, TrainState
 
 
@@ -37,12 +39,12 @@ def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     spec = stage.algorithm.experience
     adapts = spec.adapts_temperature
     decoding = compose.learned_decoding(context, spec)
-    engine = compose.engine(context.config, decoding, compose.scorer(context))
+    engine, threads = _engine(context, decoding)
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
     if settings.curriculum == CurriculumConfig():
         stream = compose.row_stream(context, stage, compose.rows_at_once(context.config))
-        source = _source_of(context, engine, stream, chain, adapts)
+        source = _source_of(context, engine, threads, stream, chain, adapts)
         return with_memories(source, memories)
     tokenizer = context.language.tokenizer
     room = compose.prompt_room(context.config, tokenizer)
@@ -52,7 +54,8 @@ def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         settings.curriculum,
         lambda row: tokenizer.row_length(row) <= room,
     )
-    source = _source_of(context, engine, stream, [stream.observe, *chain], adapts)
+    chain = [stream.observe, *chain]
+    source = _source_of(context, engine, threads, stream, chain, adapts)
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)
@@ -80,6 +83,7 @@ def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
 def _source_of(
     context: RunContext,
     engine: Engine,
+    threads: SamplerThreads | None,
     stream: data.RowStream,
     chain: Sequence[Transform],
     adapts_temperature: bool,
@@ -89,8 +93,7 @@ def _source_of(
     if settings.partial:
         return partial_rollouts.partial_source(engine, stream, batch, settings.partial, chain)
     if batch.staleness:
-        thread = _sampler_thread(context, engine)
-        return stale_rollouts.stale_source(engine, stream, batch, chain, thread)
+        return stale_rollouts.stale_source(engine, stream, batch, chain, threads)
     rounds = settings.dynamic_sampling_rounds
     only_needed = settings.dynamic_sampling_size == "needed"
     source = rollouts.rollout_source(engine, stream, batch, rounds, chain, only_needed)
@@ -99,11 +102,15 @@ def _source_of(
     return rollouts.at_temperature(source, temperature_factor)
 
 
-def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:
-    """Return the thread that samples during updates, if it has devices for that."""
+def _engine(context: RunContext, decoding: Decoding) -> tuple[Engine, SamplerThreads | None]:
+    """Return the engine, and the threads that sample with it during updates, if any do."""
+    make = functools.partial(compose.engine, context.config, scorer=compose.scorer(context))
     if not context.sampler_devices:
-        return None
-    return SamplerThread(engine, context.rollout_policy("policy").params)
+        return make(decoding), None
+    policy = decoding.policy
+    # Threads get copies that are in their places.
+    engine = make(replace(decoding, policy=policy._replace(params=lambda copies: copies)))
+    return engine, SamplerThreads(engine, policy.params, context.config.batches_at_once)
 
 
 def batch_transforms(

@@ -31,6 +31,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from tpu_rl.experience.sources.partial_rollouts import STALE
 from tpu_rl.experience.transforms import Transform, apply
 from tpu_rl.rollout import records, sampled_json
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.sampler_thread import SamplerThread
+from tpu_rl.rollout.sampler_thread import SamplerThreads
 from tpu_rl.rollout.scoring import Sampled, Scored
 from tpu_rl.types import TrainState
 
@@ -52,19 +53,25 @@ the one that the step updates."""
 AGE_MAX = "rollout/staleness_max"
 """Metric: the largest of them."""
 WAITED = "time/rollout_wait"
-"""Metric: the time in which a step could not begin because the thread was still sampling."""
+"""Metric: the time in which a step could not begin because its batch was still being sampled."""
 
 
 class _Waiting:
-    """A batch of the store."""
+    """A batch of the store, which may still be under way."""
 
-    def __init__(self, sampled: Sampled):
-        self.sampled = sampled
+    def __init__(self, future: Future[Sampled]):
+        self.future = future
 
     @functools.cached_property
     def as_json(self) -> dict[str, Any]:
         """The batch as a checkpoint holds it. It may be in several."""
-        return sampled_json.to_json(self.sampled)
+        return sampled_json.to_json(self.future.result())
+
+
+def _complete(sampled: Sampled) -> _Waiting:
+    future: Future[Sampled] = Future()
+    future.set_result(sampled)
+    return _Waiting(future)
 
 
 def stale_source(
@@ -72,62 +79,44 @@ def stale_source(
     stream: data.RowStream,
     batch: BatchConfig,
     transforms: Sequence[Transform] = (),
-    thread: SamplerThread | None = None,
+    threads: SamplerThreads | None = None,
 ) -> Source:
     """Return the source of rollouts that are `batch.staleness` steps old.
 
-    With a thread, which samples with the same engine on devices of its own, the latest batch is
-    sampled during the update. For the other arguments see `rollouts.rollout_source`.
+    With threads, which sample with the same engine, the latest batches are sampled during updates.
+    For the other arguments see `rollouts.rollout_source`.
     """
     store: deque[_Waiting] = deque()
     is_restored = False
-    seconds_waited = 0.0
 
-    def request_for(step: int, state: TrainState) -> RolloutRequest:
-        """Return the request for the batch that a step will learn from."""
-        return RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
-
-    def sample(step: int, state: TrainState) -> Sampled:
-        return engine.generate(state.params, request_for(step, state))
-
-    def wait_for_thread() -> None:
-        """Take the batch that is sampled during an update into the store."""
-        nonlocal seconds_waited
-        if thread is None:
-            return
-        began = time.perf_counter()
-        sampled = thread.wait()
-        if sampled is not None:
-            store.append(_Waiting(sampled))
-            seconds_waited = time.perf_counter() - began
+    def begin(step: int, state: TrainState) -> None:
+        """Take the batch that a step will learn from into the store."""
+        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
+        if threads is None:
+            store.append(_complete(engine.generate(state.params, request)))
+        else:
+            store.append(_Waiting(threads.start(state.params, request)))
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        nonlocal is_restored, seconds_waited
-        wait_for_thread()
+        nonlocal is_restored, store
         if is_restored:
-            for waiting in store:
-                waiting.sampled = engine.resume(waiting.sampled)
+            store = deque(_complete(engine.resume(waiting.future.result())) for waiting in store)
             is_restored = False
-        while len(store) < max(batch.staleness, 1):
-            store.append(_Waiting(sample(step + len(store), state)))
-        current = store.popleft().sampled
-        latest = current
-        if thread is not None:
-            thread.start(state.params, request_for(step + batch.staleness, state))
-        elif batch.staleness:
-            latest = sample(step + batch.staleness, state)
-            store.append(_Waiting(latest))
+        began = time.perf_counter()
+        while len(store) <= batch.staleness:
+            begin(step + len(store), state)
+        current = store.popleft().future.result()
+        seconds_waited = time.perf_counter() - began
+        latest = current if threads is not None or not store else store[-1].future.result()
         scored = engine.score(current)
         experience = from_scored(apply(transforms, scored, step, state), step)
-        experience.metrics.update(records.sampling_speed(latest))
+        experience.metrics.update(records.speed(latest.lengths, latest.seconds))
         experience.metrics.update(ages(scored, int(state.step)))
-        if thread is not None:
+        if threads is not None:
             experience.metrics[WAITED] = seconds_waited
-            seconds_waited = 0.0
         return experience
 
     def freeze() -> Callable[[], dict[str, Any]]:
-        wait_for_thread()
         stream_state = stream.get_state()
         batches = tuple(store)
         return lambda: {
@@ -142,14 +131,15 @@ def stale_source(
         nonlocal store, is_restored
         stream.set_state(state["stream"])
         close()
-        store = deque(_Waiting(sampled_json.from_json(values)) for values in state["store"])
+        store = deque(_complete(sampled_json.from_json(values)) for values in state["store"])
         is_restored = True
 
     def close() -> None:
-        if thread is not None:
-            thread.cancel()
+        if threads is not None:
+            threads.cancel()
         for waiting in store:
-            waiting.sampled.cancel_rewards()
+            if waiting.future.exception() is None:
+                waiting.future.result().cancel_rewards()
 
     return Source(draw, get_state, set_state, close, freeze)
 
