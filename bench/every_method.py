@@ -51,7 +51,10 @@ SURROGATE = f"{GRPO} --algorithm surrogates --algorithm.surrogate"
 MIXED = f"{GRPO} --algorithm mixed --algorithm.method"
 SLOW = "--optimizer.learning-rate 1e-4"
 PAIRS = f"arithmetic_dpo {GROUPS} {SLOW}"
-SCORED = f"{GRPO} {SLOW} --algorithm scored_completions --algorithm.scores"
+SCORED = (
+    f"{GRPO} {SLOW} --batch.row-length 640 --batch.micro-batch-rows 4 "
+    "--algorithm scored_completions --algorithm.scores"
+)
 DEMONSTRATIONS = (
     f"arithmetic_sft {SINGLE} --model.no-random-init --data.written-share 0.5 "
     "--data.train.min-terms 5 --data.train.length-shares 1 --optimizer.schedule constant"
