@@ -22,6 +22,7 @@ import base64
 import collections
 import json
 import shlex
+import shutil
 import time
 import traceback
 from pathlib import Path
@@ -155,7 +156,7 @@ METHODS = (
     Method("visurf", f"{MIXED} visurf --algorithm.old-log-probs recomputed", "E45"),
     Method("sasr", f"{MIXED} sasr --algorithm.mu-warmup-steps 4", "E05"),
     Method("amft", f"{MIXED} amft --algorithm.mu-peak 0.95", "E54"),
-    Method("replay", f"{MIXED} replay", "F59"),
+    Method("replay", f"{POOLED} --algorithm mixed --algorithm.method replay", "F59"),
     Method(
         "critique",
         f"{MIXED} critique --algorithm.column answer --algorithm.critique ';{{{{answer}}}};' "
@@ -502,6 +503,8 @@ def run_all(study: Study, results: Path, names: list[str], minutes: float, small
             if time.monotonic() > deadline:
                 return
             run_dir = study.folder / f"{method.name}_{seed}"
+            # A run that broke off may have had other settings.
+            shutil.rmtree(run_dir, ignore_errors=True)
             start = time.monotonic()
             try:
                 train(study, method.flags, run_dir, seed, 1 if small else STEPS)
@@ -550,7 +553,8 @@ over seeds, and a claim about a method needs it ("-" with one seed). Seconds and
 means of a run, compilation included. Methods without tokens learn from texts or from pairs, whose
 sampling is in the seconds.
 
-{counts} Methods that are missing have not run yet; nothing that ran is left out.
+{counts} Methods that are missing have not run yet. No result was left out, but for a first run of
+`replay` on problems that never repeat, which was GRPO's to the bit.
 """
 
 SETTINGS = """## Settings

@@ -28,6 +28,10 @@ from tpu_rl.commands.presets import PRESETS
 FOLDER = DOCS / "methods"
 REWARDS_PAGE = DOCS / "reference" / "rewards.md"
 MEASURED = {
+    "cispo": ("every_method", "Methods"),
+    "mixed": ("every_method", "Methods"),
+    "prime": ("every_method", "Methods"),
+    "surrogates": ("every_method", "Methods"),
     "a_star_po": (
         "learning",
         "REINFORCE++, ReMax, A*-PO, and reward models per step and per sentence",
