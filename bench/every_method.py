@@ -436,7 +436,7 @@ def prepare(study: Study, small: bool) -> None:
     if (study.folder / "critiques.jsonl").exists():
         return
     loaded = answers.load_model("builtin:arithmetic", study.settings)
-    of_start = answers.evaluate(study.settings, *loaded, rows[:400], 8)
+    of_start = answers.evaluate(study.settings, *loaded, rows[: 32 if small else 400], 8)
     given = [
         (row, text, reward > 0.5)
         for row, texts, rewards in zip(

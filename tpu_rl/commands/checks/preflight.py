@@ -384,10 +384,7 @@ def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) ->
                 where="--algorithm.thought-weight",
                 fix=f"give the ids of its end: {close} is --algorithm.thought-end {ids}",
             )
-        try:
-            text = tokenizer.decode(list(algorithm.thought_end), skip_special=False)
-        except ValueError as error:
-            raise InputError(str(error), where="--algorithm.thought-end") from error
+        text = tokenizer.decode(list(algorithm.thought_end), skip_special=False)
         print(f"note: thoughts end with {text!r} (--algorithm.thought-end)", file=sys.stderr)
 
 
