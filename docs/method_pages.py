@@ -31,6 +31,7 @@ MEASURED = {
     "cispo": ("every_method", "Methods"),
     "mixed": ("every_method", "Methods"),
     "prime": ("every_method", "Methods"),
+    "scored_completions": ("every_method", "Methods"),
     "surrogates": ("every_method", "Methods"),
     "a_star_po": (
         "learning",
