@@ -2,8 +2,9 @@
 
     python docs/coverage.py
 
-A line of the table has the id of a method, its title, a status, commands and a note. Commands
-begin with a name of launch/, and "; " stands between two of them. Capital words in commands stand
+A line of the table has the id of a method, its title, a status, commands, a note, and where a
+figure of it stands. Commands begin with a name of launch/ or a script of recipes/ without its .py,
+and "; " stands between two of them. Capital words in commands stand
 for folders of the reader.
 """
 
@@ -25,6 +26,7 @@ STATUSES = {
     "yes": "a command runs the method",
     "part": "a command runs a part of it, or the reader writes the rest",
     "no": "not here",
+    "not applicable": "it trains no language model, needs what no package brings, or is a survey",
 }
 
 
@@ -37,11 +39,13 @@ class Method(NamedTuple):
     command: str
     """Name of launch/ and arguments; "" if nothing runs. Perhaps several, split by `commands`."""
     note: str
+    measured: str
+    """The section with its figure, seen from docs/; "" without one."""
 
     @property
     def commands(self) -> list[str]:
         """The commands, in the order in which they are typed."""
-        names = "|".join(path.stem for path in LAUNCH.glob("*.py"))
+        names = "|".join([r"recipes/[\w/]+", *(path.stem for path in LAUNCH.glob("*.py"))])
         return re.split(rf"; (?=(?:{names}) )", self.command) if self.command else []
 
 
@@ -54,12 +58,15 @@ def read() -> list[Method]:
 def page(methods: list[Method]) -> str:
     """Return the page."""
     counts = Counter(method.status for method in methods)
+    with_figure = sum(bool(method.measured) for method in methods)
+    with_command = sum(bool(method.command) for method in methods)
     lines = [
         "# Coverage of published methods",
         "",
         f"{len(methods)} methods of the literature, and the command that runs each, or what is",
         "missing. A command says that the mechanism runs, not that a paper's numbers are",
-        "reproduced: measurements are in the [benchmarks](benchmarks/README.md).",
+        f"reproduced. {with_command} methods have a command, and {with_figure} a figure that we",
+        "measured, whatever it says. Some figures have one seed; their pages say so.",
         "",
         *(f"- **{status}** ({counts[status]}): {text}." for status, text in STATUSES.items()),
         "",
@@ -69,11 +76,13 @@ def page(methods: list[Method]) -> str:
         "",
         "This page is generated: edit `docs/coverage.tsv`, then run `python docs/coverage.py`.",
         "",
-        "| id | method | runs | command or reason |",
-        "|---|---|---|---|",
+        "| id | method | runs | command or reason | figure |",
+        "|---|---|---|---|---|",
     ]
     for method in methods:
-        lines.append(f"| {method.id} | {method.title} | {method.status} | {cell(method)} |")
+        figure = f"[figure]({method.measured})" if method.measured else ""
+        cells = [method.id, method.title, method.status, cell(method), figure]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -82,7 +91,9 @@ def cell(method: Method) -> str:
     parts = []
     typed = [command.partition(" ") for command in method.commands]
     if typed:
-        parts.append(", then ".join(f"`python launch/{name}.py {rest}`" for name, _, rest in typed))
+        paths = [name if "/" in name else f"launch/{name}" for name, _, _ in typed]
+        shown = [f"`python {path}.py {typed[i][2]}`" for i, path in enumerate(paths)]
+        parts.append(", then ".join(shown))
     if method.note:
         parts.append(method.note.replace("|", "\\|"))
     return ": ".join(parts)

@@ -29,6 +29,11 @@ from tpu_rl.commands.tools import model_card
 FOLDER = DOCS / "methods"
 REWARDS_PAGE = DOCS / "reference" / "rewards.md"
 MEASURED = {
+    "cispo": ("every_method", "Methods"),
+    "mixed": ("every_method", "Methods"),
+    "prime": ("every_method", "Methods"),
+    "scored_completions": ("every_method", "Methods"),
+    "surrogates": ("every_method", "Methods"),
     "a_star_po": (
         "learning",
         "REINFORCE++, ReMax, A*-PO, and reward models per step and per sentence",

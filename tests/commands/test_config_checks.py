@@ -306,6 +306,13 @@ def test_a_configuration_of_an_earlier_version_is_read(tmp_path):
     assert config.load(old) == config.load_file(old) == preset
 
 
+def test_a_run_of_maxrl_reads_its_own_configuration(tmp_path):
+    run = config.parse(["arithmetic_grpo", "--algorithm.advantages", "max_rl"])
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(to_dict(run)))
+    assert config.load(path) == run
+
+
 def test_settings_that_left_are_read_at_their_defaults_alone(tmp_path):
     """A run of before that set none goes on with its identity; one that set some is refused."""
     run = config.preset("arithmetic_ppo")

@@ -100,6 +100,18 @@ def test_a_step_is_worth_the_share_of_right_continuations():
     assert cuts == {"10", "10230"}
 
 
+def test_a_task_labels_steps_by_the_text_of_a_conversation():
+    scored = score_prompts(["12"], {}, group_size=2)
+    rows = [{"prompt": [{"role": "user", "content": "Edges"}]}]
+
+    def label(prompt: str, completion: str) -> list[tuple[str, bool]]:
+        return [(completion, prompt == "Edges")]
+
+    labeled = step_labels.label_steps(scored, rows, label)
+    assert [row["labels"] for row in labeled] == [(True,), (True,)]
+    assert labeled[0]["prompt"] == rows[0]["prompt"]
+
+
 def test_what_cannot_label_steps_is_refused():
     with pytest.raises(InputError, match="no continuations"):
         ProcessRewardConfig(continuations=8)

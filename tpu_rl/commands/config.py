@@ -829,7 +829,7 @@ REMOVED: dict[str, dict[str, Any]] = {
 """Class of settings -> settings that it and its subclasses had, with their defaults, which methods
 now have for good. With these a run of before goes on, and has the identity that it had."""
 
-LEFT = {"advantages": ("max_rl",), "kl_estimator": ("k1+", "k3+", "abs+")}
+LEFT = {"kl_estimator": ("k1+", "k3+", "abs+")}
 """Setting -> values that it may have no more."""
 
 

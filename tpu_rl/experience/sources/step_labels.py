@@ -16,7 +16,7 @@ import numpy as np
 
 from tpu_rl import data, sampler
 from tpu_rl.data import Row
-from tpu_rl.environments import task_of
+from tpu_rl.environments import task_of, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
@@ -214,7 +214,7 @@ def label_steps(
     for index, completion in enumerate(scored.completions):
         problem = index // group_size
         prompt = rows[problem]["prompt"]
-        steps = label_completion(prompt, completion)
+        steps = label_completion(text_of(prompt), completion)
         if steps:
             labeled.append(
                 {
