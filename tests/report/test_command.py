@@ -1,8 +1,10 @@
 """The command launch/report.py, and the page of a run that is on: it never marks a run as done."""
 
+import contextlib
 import json
 import shutil
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -47,6 +49,7 @@ def get(address: str, **headers: str) -> str:
     request = urllib.request.Request(address, headers=headers)
     with urllib.request.urlopen(request, timeout=10) as response:
         assert response.headers["Cache-Control"] == "no-store"
+        assert response.headers["X-Frame-Options"] == "DENY"
         return response.read().decode()
 
 
@@ -117,6 +120,27 @@ def test_only_the_page_is_served_and_only_to_this_machine(server):
     assert status_of(f"{server}/../config.yaml") == 404
     assert status_of(server, Host="evil.example") == 403
     assert "2 of 4" in get(server, Host="localhost:8000")
+    twice = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), 10) as client:
+        client.sendall(twice)
+        assert b" 403 " in client.recv(1 << 16)
+
+
+def test_half_requests_hold_few_threads_and_not_for_long(server, monkeypatch):
+    monkeypatch.setattr(command, "REQUEST_SECONDS", 0.5)
+    before = threading.active_count()
+    port = int(server.rpartition(":")[2])
+    halves = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
+    for half in halves:
+        with contextlib.suppress(OSError):
+            half.sendall(b"GET / HTTP/1.1\r\nHo")
+    # Each has a thread, and a timer is one.
+    assert threading.active_count() <= before + 2 * command.MOST_CONNECTIONS
+    for half in halves:
+        with half, contextlib.suppress(OSError):
+            while half.recv(1 << 16):
+                pass
+    assert "2 of 4" in get(server)
 
 
 def test_ctrl_c_ends_the_server(folder, capsys, monkeypatch):
