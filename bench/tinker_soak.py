@@ -28,6 +28,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Server:
             if error.code == 404 and "there is no session" in text:
                 raise Gone from None
             raise RuntimeError(f"{path}: {error.code} {text[:300]}") from None
-        except (OSError, ValueError, urllib.error.URLError):
+        except (OSError, ValueError, HTTPException):
             raise Gone from None
 
 

@@ -68,6 +68,15 @@ def test_the_page_of_an_unfinished_run_is_written(folder, capsys):
     assert REFRESH not in text
 
 
+def test_half_a_surrogate_pair_is_shown(folder):
+    sample = {"step": 1, "prompt": "p", "completion": "half \ud800 of a pair", "reward": 1.0}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "config.yaml").write_text('kind: ExperimentConfig\nsteps: 4\nname: "a\\uDCFFb"\n')
+    assert command.main([str(folder)]) == 0
+    assert "half \\ud800 of a pair" in (folder / "report.html").read_text()
+    assert command.page([str(folder)])[1].encode()
+
+
 @pytest.mark.parametrize("flags", [[], ["--serve", "--port", "0"]])
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, flags):
     assert command.main([str(tmp_path), *flags]) == 2
