@@ -73,6 +73,9 @@ def test_a_missing_column_is_an_input_error():
         score(lambda completions, answer: [0.0], anwser=[1] * 4, level=[1] * 4)
     assert error.value.where == "columns present: anwser, level"
     assert error.value.fix == "did you mean anwser?"
+    with pytest.raises(InputError) as error:
+        score(lambda completions, answer: [0.0], ground_truth=["3"] * 4)
+    assert error.value.fix.endswith("--data.columns answer=ground_truth")
 
 
 @pytest.mark.parametrize(

@@ -376,6 +376,11 @@ def of_rows(
     }
 
 
+GOLD_COLUMNS = ("ground_truth", "final_answer", "expected_answer", "correct_answer", "answerKey")
+GOLD_COLUMNS += ("target", "gold", "reference_answer", "solution")
+"""Columns in which published rows have what rewards here call `answer`."""
+
+
 def require_columns(
     name: str,
     function: Reward,
@@ -385,7 +390,8 @@ def require_columns(
     """Raise InputError if a function needs a column that the data, and the rollout, lack."""
     present = {"prompts", "completions", *columns, *rollout_columns}
     # verl's rows have the answer in an object.
-    column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
+    held = [column for column in GOLD_COLUMNS if column in columns]
+    column = "reward_model.ground_truth" if "reward_model" in columns else [*held, "COLUMN"][0]
     accepted = parameters(function) or ()
     foreign = [FOREIGN[p.name] for p in accepted if p.name in FOREIGN]
     names = {p.name for p in accepted}
