@@ -100,7 +100,15 @@ ALLOWED: dict[str, set[str]] = {
     | {"user_code", "environments", "sampler", "tokenizers", "data", "rollout", "rewards"}
     | {"runtime"},
     "tinker": MODEL_CODE
-    | {"serving", "sampler", "rollout.prompts", "checkpoint.manifests", "algos", "train"},
+    | {
+        "serving",
+        "sampler",
+        "rollout.prompts",
+        "checkpoint.manifests",
+        "run_files",
+        "algos",
+        "train",
+    },
     "diagnosis": MODEL_CODE
     | {"untrusted_files", "wings"}
     | {"runtime", "checkpoint", "metrics", "redaction", "experience", "run_files"}

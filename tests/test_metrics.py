@@ -30,6 +30,25 @@ def steps(path):
     return [row["step"] for row in rows(path)]
 
 
+def test_half_a_surrogate_pair_becomes_an_escape(tmp_path):
+    file = metrics.JsonLines(tmp_path / "samples.jsonl")
+    file.append({"step": 1, "error": "half \ud800 of é"})
+    file.close()
+    assert rows(tmp_path / "samples.jsonl") == [{"step": 1, "error": "half \ud800 of é"}]
+
+
+def test_a_file_that_is_removed_under_a_run_is_one_error(tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open_quietly(tmp_path / "run") as sink:
+            sink.write(1, {"reward/mean": 0.5}, [{"completion": "a"}])
+            (tmp_path / "run" / name).unlink()
+            with pytest.raises(DamagedDataError, match=name) as error:
+                sink.write(2, {"reward/mean": 0.5}, [{"completion": "a"}])
+        assert error.value.why == "it was removed while the run went on"
+    with pytest.raises(DamagedDataError, match="checkpoints"):
+        run_files.require_there(tmp_path / "checkpoints")
+
+
 def test_a_row_is_step_time_and_json_safe_floats(tmp_path):
     with open_quietly(tmp_path / "new" / "run") as sink:
         sink.write(

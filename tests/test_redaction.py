@@ -4,6 +4,7 @@ import base64
 import json
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,95 @@ def test_forms_of_headers_and_files_are_hidden(form):
     assert shown.endswith("\nafter 8 words")
 
 
+HEX = "0123456789abcdef" * 4
+TABLE = [
+    # Names.
+    "DEPLOY_PAT={a}",
+    "export NPM_AUTH={a}",
+    "SERVICE_TOKENS={a},x",
+    "REGISTRY_PASS={a}",
+    # Arguments of commands.
+    "wget --password {a} x",
+    "tool --hub-token={a}",
+    "tool --api-key '{a}'",
+    "curl -u me:{a} https://x.example",
+    "curl -s --user 'me:{a}' https://x.example",
+    "curl -x p:1 --proxy-user me:{a} https://x.example",
+    # Tokens of services.
+    "dapi{hex:.32}",
+    "dapi{hex:.32}-2",
+    "dop_v1_{hex:.64}",
+    "doo_v1_{hex:.64}",
+    "whsec_{a}",
+    "r8_{a}{a}",
+    "shpat_{hex:.32}",
+    "shpss_{hex:.32}",
+    "lin_api_{a}{a}",
+    "AGE-SECRET-KEY-1QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7LQPZRY9X8GF2TVDW0S3JN54KHCE6MU",
+    "hvs.{a}",
+    "dp.pt.{a}",
+    "glrt-{a}",
+    "sntrys_{a}",
+    "figd_{a}",
+    "ntn_{a}",
+    "secret_{a}",
+    "xai-{a}",
+    "pplx-{a}",
+    "tgp_v1_{a}",
+    "fw_{a}",
+    "rpa_{a}",
+    "gsk_{a}",
+    "lsv2_pt_{a}_{a}",
+    "pscale_pw_{a}",
+    "PMAK-{a}-{a}",
+    "CFPAT-{a}",
+    "tskey-auth-{a}-{a}",
+    "ATATT3x{a}",
+    "sq0atp-{a}",
+    "SK{hex:.32}",
+    "key-{hex:.32}",
+    "{hex:.32}-us12",
+    "xkeysib-{hex}",
+    "LTAI{a}",
+    "xoxe.xoxp-1-{a}",
+    "api_org_{a}",
+    "atlasv1.{a}",
+    "rubygems_{hex:.48}",
+    "MTA5{a:.20}.Gabcde.{a}{a}",
+]
+
+
+@pytest.mark.parametrize("form", TABLE)
+def test_each_form_of_a_secret_is_hidden(form):
+    text = f"before\n{form.format(a=A, hex=HEX)}\nafter 8 words."
+    shown = redaction.redact(text)
+    assert A not in shown
+    assert HEX[:16] not in shown
+    assert "QPZRY9X8" not in shown
+    assert shown.startswith("before\n")
+    assert shown.endswith("\nafter 8 words.")
+
+
+def test_names_of_variables_hold_secrets_or_settings(monkeypatch):
+    for name in ("DEPLOY_PAT", "NPM_AUTH", "CI_TOKENS"):
+        monkeypatch.setenv(name, SECRET)
+        assert redaction.redact_environment(f"a {SECRET} b") == f"a <secret: {name}> b"
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MAX_TOKENS", "32768000")
+    monkeypatch.setenv("USE_AUTH", "required")
+    assert redaction.redact("32768000 are required") == "32768000 are required"
+
+
+def test_secrets_of_several_lines_are_hidden_line_by_line(monkeypatch):
+    lines = ["-----BEGIN OPENSSH KEY-----", *(f"{part}{A}{A}" for part in "abc"), "----- END"]
+    monkeypatch.setenv("DEPLOY_KEY", "\n".join(lines))
+    printed = "".join(f"  | ValueError: {line}\n" for line in lines)
+    assert A not in redaction.redact(printed)
+    key = "\n".join(["-----BEGIN PRIVATE KEY-----", A, A, "-----END PRIVATE KEY-----"])
+    for error in (ValueError(key), KeyError(key)):
+        assert A not in redaction.redact("".join(traceback.format_exception(error)))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -251,6 +341,30 @@ def test_forms_of_headers_and_files_are_hidden(form):
         "Solve basic arithmetic problems",
         "Solve Basic Arithmetic problems",
         "EOS_TOKEN = tokenizer.eos_token",
+        "NUM_TOKENS = len(token_ids[0]) + 12345678",
+        "MAX_TOKENS=1234567890123456",
+        "STOP_TOKENS = tokenizer.eos_ids",
+        "give --hub-token or set HF_TOKEN",
+        "--api-key together with --host",
+        "--num-tokens 12345678",
+        "curl -L https://example.org/file-12345678",
+        "sk-learn-like-names-of-packages",
+        "hf_hub_download_of_a_file_v2",
+        "secret_santa_2024_and_other_stories",
+        "the dapis of dapibus 0123456789",
+        "hvs. and dp.pt. are abbreviations 1234567890",
+        "key-value-store-0123456789",
+        "SKILL0 AC0123 EAAAT",
+        "def r8_to_r16(values): return values",
+        "x = fw_model_of_the_year_2024_v1",
+        "sha256:" + "0123456789abcdef" * 4,
+        "commit 0123456789abcdef0123456789abcdef01234567",
+        "https://example.org/a?page=12345678&sort=ascending",
+        "The password is hidden in the garden, 12345678 steps away.",
+        "the PATH=/usr/local/bin:/usr/bin",
+        '{"auth": true, "keys": [1, 2]}',
+        "AUTHOR=someone-12345678",
+        "P(A|B) = P(B|A) P(A) / P(B); 3.14159265358979",
     ],
 )
 def test_other_texts_stay(text):

@@ -173,7 +173,8 @@ class JsonLines:
     """A file with one JSON object per line. Objects are on the disk when a call returns."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        # Half a surrogate pair becomes the escape that JSON has for it.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append the row of one step; its samples have a file of their own."""
@@ -182,6 +183,7 @@ class JsonLines:
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Append objects."""
+        run_files.require_there(Path(self._file.name))
         lines = [
             json.dumps(_json_safe(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows
         ]

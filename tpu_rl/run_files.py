@@ -51,6 +51,12 @@ def damage(path: Path, why: str, fix: str = "") -> DamagedDataError:
     )
 
 
+def require_there(path: Path) -> None:
+    """Raise DamagedDataError if a file or folder that a run writes was removed meanwhile."""
+    if not path.exists():
+        raise damage(path, "it was removed while the run went on")
+
+
 def exists(path: Path) -> bool:
     """Return True if there is anything of that name, a broken link included."""
     return os.path.lexists(path)

@@ -1,8 +1,10 @@
 """The command launch/report.py, and the page of a run that is on: it never marks a run as done."""
 
+import contextlib
 import json
 import shutil
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -47,6 +49,7 @@ def get(address: str, **headers: str) -> str:
     request = urllib.request.Request(address, headers=headers)
     with urllib.request.urlopen(request, timeout=10) as response:
         assert response.headers["Cache-Control"] == "no-store"
+        assert response.headers["X-Frame-Options"] == "DENY"
         return response.read().decode()
 
 
@@ -63,6 +66,15 @@ def test_the_page_of_an_unfinished_run_is_written(folder, capsys):
     text = (folder / "report.html").read_text()
     assert "2 of 4" in text
     assert REFRESH not in text
+
+
+def test_half_a_surrogate_pair_is_shown(folder):
+    sample = {"step": 1, "prompt": "p", "completion": "half \ud800 of a pair", "reward": 1.0}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "config.yaml").write_text('kind: ExperimentConfig\nsteps: 4\nname: "a\\uDCFFb"\n')
+    assert command.main([str(folder)]) == 0
+    assert "half \\ud800 of a pair" in (folder / "report.html").read_text()
+    assert command.page([str(folder)])[1].encode()
 
 
 @pytest.mark.parametrize("flags", [[], ["--serve", "--port", "0"]])
@@ -117,6 +129,27 @@ def test_only_the_page_is_served_and_only_to_this_machine(server):
     assert status_of(f"{server}/../config.yaml") == 404
     assert status_of(server, Host="evil.example") == 403
     assert "2 of 4" in get(server, Host="localhost:8000")
+    twice = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), 10) as client:
+        client.sendall(twice)
+        assert b" 403 " in client.recv(1 << 16)
+
+
+def test_half_requests_hold_few_threads_and_not_for_long(server, monkeypatch):
+    monkeypatch.setattr(command, "REQUEST_SECONDS", 0.5)
+    before = threading.active_count()
+    port = int(server.rpartition(":")[2])
+    halves = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
+    for half in halves:
+        with contextlib.suppress(OSError):
+            half.sendall(b"GET / HTTP/1.1\r\nHo")
+    # Each has a thread, and a timer is one.
+    assert threading.active_count() <= before + 2 * command.MOST_CONNECTIONS
+    for half in halves:
+        with half, contextlib.suppress(OSError):
+            while half.recv(1 << 16):
+                pass
+    assert "2 of 4" in get(server)
 
 
 def test_ctrl_c_ends_the_server(folder, capsys, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
+from tpu_rl.rewards import scoring
 
 PROMPTS = ["a", "b", "c", "d"]
 COMPLETIONS = ["1", "2", "3", "4"]
@@ -72,6 +73,9 @@ def test_a_missing_column_is_an_input_error():
         score(lambda completions, answer: [0.0], anwser=[1] * 4, level=[1] * 4)
     assert error.value.where == "columns present: anwser, level"
     assert error.value.fix == "did you mean anwser?"
+    with pytest.raises(InputError) as error:
+        score(lambda completions, answer: [0.0], ground_truth=["3"] * 4)
+    assert error.value.fix.endswith("--data.columns answer=ground_truth")
 
 
 @pytest.mark.parametrize(
@@ -130,19 +134,31 @@ def test_values_that_are_not_finite_numbers_are_faults(value, message):
 
 
 @pytest.mark.parametrize(
-    ("values", "is_below"),
+    ("values", "said"),
     [
-        ([1e9, 1e9 + 60], True),
-        ([0.3, 0.1 + 0.2], False),
-        ([0.99, 1.0], False),
-        ([5.0, 5.0], False),
-        ([1e-30, 2e-30], False),
-        ([math.nan, 1.0, 1.0 + 1e-7], True),
-        ([math.nan], False),
+        ([1e9, 1e9 + 60], "refused"),
+        ([1e8, 1e8 + 1], "refused"),
+        ([0.3, 0.1 + 0.2], ""),
+        ([0.99, 1.0], ""),
+        ([5.0, 5.0], ""),
+        ([1e-30, 2e-30], ""),
+        ([None, 1.0, 1.0 + 1e-7], "note"),
+        ([None, None], ""),
     ],
 )
-def test_differences_that_float32_blurs_are_said(values, is_below):
-    assert rewards.scoring.is_below_float32(np.array(values)) == is_below
+def test_differences_that_float32_blurs_are_said(values, said, capsys):
+    scoring._say.cache_clear()
+
+    def reward(completions, **_):
+        return (values * 4)[: len(completions)]
+
+    if said == "refused":
+        with pytest.raises(InputError, match="less than a float32 can tell") as error:
+            score(reward)
+        assert "subtract a constant" in error.value.fix
+    else:
+        score(reward)
+        assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("value", [1, True, np.float64(1), np.bool_(True), np.float32(1)])

@@ -1,5 +1,6 @@
 """The server with a sampler that writes fixed texts: routes, keys, errors and what is recorded."""
 
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -417,6 +418,45 @@ def test_a_request_that_does_not_end_is_ended(running, sent, monkeypatch):
         while piece := client.recv(1 << 16):
             answer += piece
     assert (b"408" in answer) == (b"Length" in sent)
+
+
+def test_many_clients_at_once_slow_half_and_whole(running, monkeypatch):
+    running.begin(most_calls=300)
+    address = running.server._bound.getsockname()[:2]
+    before = threading.active_count()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    halves = [socket.create_connection(address, timeout=10) for _ in range(100)]
+    for number, half in enumerate(halves):
+        half.sendall(head if number % 2 else head + b"Content-Length: 100\r\n\r\n{")
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        answers = [*pool.map(lambda _: running.chat([user("hello")])[0], range(200))]
+    assert answers == [200] * 200
+    assert threading.active_count() - before < 50
+    for half in halves:
+        half.close()
+
+
+@pytest.mark.parametrize("second", [b"127.0.0.1", b"evil.example"])
+def test_a_second_host_is_refused(running, second):
+    with socket.create_connection(running.server._bound.getsockname()[:2], timeout=5) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: " + second + b"\r\n\r\n")
+        assert b" 400 " in client.recv(1 << 16)
+
+
+def test_answers_say_what_browsers_may_do(running):
+    with urllib.request.urlopen(running.server.url.removesuffix("v1") + "health") as response:
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["x-frame-options"] == "DENY"
+        assert response.headers["cache-control"] == "no-store"
+
+
+def test_bodies_have_a_budget(running, monkeypatch):
+    running.begin()
+    monkeypatch.setattr(http, "MAX_BODIES_BYTES", 1000)
+    status, error = running.chat([user("hello" * 1000)])
+    assert status == 429
+    for _ in range(5):
+        assert running.chat([user("hello")])[0] == 200
 
 
 def test_fuzzed_requests_end_no_server(running):

@@ -7,6 +7,7 @@ import types
 import urllib.error
 import urllib.request
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from tpu_rl import tokenizers
 from tpu_rl.sampler import Turn
 from tpu_rl.serving import http, server
 from tpu_rl.serving.protocol import ApiError
-from tpu_rl.tinker import app, losses, sampling, service, store, wire
+from tpu_rl.tinker import app, losses, sampling, service, store, users, wire
 from tpu_rl.tinker.learner import Adapter, LoraSpec, Moments, Outputs, Scores
 from tpu_rl.tinker.losses import Numbers
 
@@ -103,7 +104,7 @@ X = -np.ones(3, np.float32)
 class Running:
     """A server with a key, and the thread that would own the devices."""
 
-    def __init__(self, folder, monkeypatch):
+    def __init__(self, folder, monkeypatch, people=(users.User(key=KEY),)):
         def factory(learner, tokenizer, snapshot, num_slots):
             def make(decoding):
                 writer = Writer()
@@ -119,10 +120,16 @@ class Running:
         self.store = store.Store(folder, self.programs, "base")
         monkeypatch.setattr(self.store, "save", lambda path, *args: self.saved.append(path))
         self.service = service.Service(
-            self.programs, TOKENIZER, self.store, num_slots=4, most_runs=3
+            self.programs, TOKENIZER, self.store, num_slots=4, most_runs=3, users=people
         )
-        application = app.TinkerApp(self.service, TOKENIZER, ("tiny",), "tiny", KEY.__eq__)
-        self.server = server.Server(application.application(), server.bind("127.0.0.1", 0))
+        self.own = self.service.users[people[0].name]
+        apps = {
+            own.user.key: app.TinkerApp(own, TOKENIZER, ("tiny",), "tiny")
+            for own in self.service.users.values()
+        }
+        log = users.AuditLog(folder / "audit.jsonl")
+        asgi = app.application(apps.get, log)
+        self.server = server.Server(asgi, server.bind("127.0.0.1", 0))
         self.server.start()
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.work, daemon=True)
@@ -271,7 +278,7 @@ OF_SAMPLES = {"logprobs": [-1.0, -1.0, -1.0], "advantages": [1.0, 0.0, 1.0]}
     ],
 )
 def test_data_that_a_loss_does_not_read_are_refused(loss, inputs, text):
-    _, _, parsed = wire.parse_forward_backward(request("m", 1, loss, **inputs))
+    parsed = wire.forward_backward(wire.parse_forward_backward(request("m", 1, loss, **inputs)))
     with pytest.raises(ApiError) as error:
         losses.check(parsed.loss, parsed.settings, parsed.data, TOKENIZER.vocab_size)
     assert text in error.value.message
@@ -279,7 +286,7 @@ def test_data_that_a_loss_does_not_read_are_refused(loss, inputs, text):
 
 def test_settings_and_sparse_data_are_read_as_meant():
     body = request("m", 1, "ppo", settings=[("clip_low_threshold", 0.9)], **OF_SAMPLES)
-    _, _, parsed = wire.parse_forward_backward(body)
+    parsed = wire.forward_backward(wire.parse_forward_backward(body))
     assert parsed.settings == {"clip_low_threshold": 0.9}
     with pytest.raises(ApiError, match="has no setting"):
         losses.check("dro", parsed.settings, [], 9)
@@ -314,7 +321,7 @@ def test_requests_that_come_one_after_the_other_begin_together(running):
     running.is_over.set()
     running.service.wake()
     running.thread.join()
-    session = running.service.session(running.session())
+    session = running.own.session(running.session())
     later = ["second", "third"]
     waits = []
 
@@ -389,13 +396,13 @@ def test_ends_of_sessions_save_and_free_what_they_learned(running, monkeypatch):
     # The same without a word of the client.
     other = running.session()
     running.client(other)
-    running.service.sessions[other].seen -= 1e6
+    running.own.by_id[other].seen -= 1e6
     running.service.wake()
     for _ in range(200):
-        if running.service.sessions[other].status is not None:
+        if running.own.by_id[other].status is not None:
             break
         threading.Event().wait(0.01)
-    assert running.service.sessions[other].status["detail"] == "no heartbeat"
+    assert running.own.by_id[other].status["detail"] == "no heartbeat"
 
 
 def test_keys_garbage_and_unknown_routes(running):
@@ -434,19 +441,229 @@ def test_sessions_take_turns(running):
         running.backward(model, number, settings=[], target_tokens=[1, 1, models.index(model)])
     order = []
     for _ in range(6):
-        before = [
-            len(run.waiting)
-            for s in running.service.sessions.values()
-            for run in [*s.runs.values()]
-        ]
+        before = [len(run.waiting) for s in running.service.sessions for run in [*s.runs.values()]]
         running.service.step(0.0)
-        after = [
-            len(run.waiting)
-            for s in running.service.sessions.values()
-            for run in [*s.runs.values()]
-        ]
+        after = [len(run.waiting) for s in running.service.sessions for run in [*s.runs.values()]]
         order.append([a < b for a, b in zip(after, before, strict=True)].index(True))
     assert order in ([0, 1] * 3, [1, 0] * 3)
+
+
+def wait_until(is_so):
+    for _ in range(500):
+        if is_so():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it does not come")
+
+
+def test_a_state_that_cannot_be_saved_is_its_clients_loss_alone(running, monkeypatch):
+    models = [running.client() for _ in range(2)]
+    for model in models:
+        running.result(running.backward(model, 1))
+        running.result(running.step(model, 2))
+    saved, tried = [], []
+
+    def save(path, adapter, about, seconds=None):
+        tried.append(path)
+        if models[0] in path:
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+
+    monkeypatch.setattr(running.store, "save", save)
+    name = {"model_id": models[0], "seq_id": 3, "path": "a"}
+    assert "No space left" in running.result(running.call("save_weights", name))["error"]
+    # Its session goes on for a while, since the disk may be emptied.
+    sessions = [running.own.by_id[model.partition(":")[0]] for model in models]
+    for _ in range(service.MOST_SAVES - 1):
+        count = len(tried)
+        running.call(f"sessions/{sessions[0].session_id}/finish", {})
+        wait_until(lambda count=count: len(tried) > count)
+    assert sessions[0].status is None
+    running.end()
+    assert saved == [f"tinker://{models[1]}/weights/last"]
+    with pytest.raises(ApiError, match="No space left"):
+        running.own.session(sessions[0].session_id)
+    with pytest.raises(ApiError, match="its states were saved"):
+        running.own.session(sessions[1].session_id)
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("create_model", {"model_seq_id": -1}, "model_seq_id is not 0 to"),
+        ("create_model", {"model_seq_id": HUGE}, "model_seq_id is not 0 to"),
+        ("create_model", {"user_metadata": {"a": "b" * 20_000}}, "no value of user_metadata"),
+        ("create_sampling_session", {"sampling_session_seq_id": -1}, "is not 0 to"),
+        ("optim_step", {"seq_id": 10**6}, "the next request of"),
+        ("optim_step", {"adam_params": {"learning_rate": HUGE}}, "no value of adam_params"),
+        ("optim_step", {"adam_params": {"learning_rate": 3e38}}, "learning_rate = 3e+38"),
+        ("optim_step", {"adam_params": {"beta1": 1 - 1e-12}}, "beta1"),
+        ("optim_step", {"adam_params": {"eps": 1e39}}, "no value of adam_params"),
+        ("optim_step", {"model_id": f"{{}}:train:{'1' * 5000}"}, "there is no training client"),
+        ("save_weights", {"path": "a", "ttl_seconds": 10**12}, "no value of ttl_seconds"),
+    ],
+)
+def test_numbers_that_nobody_means_are_errors_of_their_request(running, path, body, text):
+    model = running.client()
+    session = model.partition(":")[0]
+    known = {
+        "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "tiny"},
+        "create_sampling_session": {"session_id": session, "base_model": "tiny"},
+    }.get(path, {"model_id": model, "seq_id": 1})
+    if path == "create_model":
+        known["lora_config"] = {"rank": 1}
+    if "model_id" in body:
+        body = {"model_id": body["model_id"].format(session)}
+    status, answer = running.call(path, known | body)
+    if status == 200:
+        answer = running.result((status, answer))["error"]
+    assert status in (200, 400, 404)
+    assert text in answer
+    assert len(running.own.by_id[session].runs) == 1
+
+
+def test_sizes_are_compared_before_tensors_are_dense(running):
+    model = running.client()
+    crow = np.zeros(2, "<i8").tobytes()
+    sparse = wire.make("SparseCsr", crow_indices=crow)
+    wide = wire.make("Tensor", sparse_csr=sparse, dtype=wire.INT64, shape=[1, 2**20])
+    rows = wire.make("Datum", loss_fn_inputs=[wire.make("Input", key="x", value=wide)] * 20)
+    # One wide tensor makes all data as wide.
+    widest = wire.make("Datum", loss_fn_inputs=[wire.make("Input", key="x", value=wide)])
+    for data in ([rows], [widest, datum([3] * 20)], [wire.make("Datum")] * 20_000):
+        message = wire.make("ForwardBackwardRequest", data=data)
+        with pytest.raises(ApiError, match="at most; send several"):
+            wire.forward_backward(message)
+    message = wire.make("ForwardBackwardRequest", model_id=model, seq_id=1, data=[rows])
+    body = message.SerializeToString()
+    answer = running.result(running.call("forward_backward", body, kind=http.PROTOBUF))
+    assert "the loss '' is refused" in answer["error"]
+
+
+def test_requests_that_wait_have_a_budget(running, monkeypatch):
+    model, other = running.client(), running.client()
+    session = running.own.by_id[model.partition(":")[0]]
+    size = 3 * (3 * 4 + 3 * 8 + 500)
+    monkeypatch.setattr(service, "SESSION_BYTES", session.held + size)
+    # The second waits for the first, which does not come.
+    answers = [running.backward(model, number) for number in range(2, 9)]
+    answer = answers[-1]
+    assert answers[0][0] == 200
+    assert answer[0] == 429
+    assert "fetch results" in answer[1]
+    assert running.backward(other, 1)[0] == 200
+    assert session.held <= service.SESSION_BYTES
+    monkeypatch.setattr(service, "ALL_BYTES", session.held)
+    assert running.backward(other, 2)[0] == 429
+    monkeypatch.setattr(service, "ALL_BYTES", 2**30)
+    running.call(f"sessions/{session.session_id}/finish", {})
+    wait_until(lambda: session.status is not None)
+    assert session.held == 0
+
+
+def test_a_snapshot_that_cannot_be_written_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    learner = types.SimpleNamespace(zeros=dict)
+    snapshots = service.Snapshots(learner, {}, tmp_path / "file" / "folder")
+    names = range(2 * service.MOST_SNAPSHOTS)
+    for name in names:
+        snapshots.put(name, {"x": jnp.full(1, name)})
+    with pytest.raises(ApiError, match="no snapshot can be written"):
+        snapshots.put(99, {})
+    assert [int(snapshots.get(name)["x"][0]) for name in names] == [*names]
+
+
+ANN = users.User("ann", "tml-of-ann-0123456789", most_runs=1, most_bytes=9000)
+BOB = users.User("bob", "tml-of-bob-0123456789")
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    process = Running(tmp_path, monkeypatch, (ANN, BOB))
+
+    def save(self, path, adapter, about, seconds=None):
+        folder = self.folder(path)
+        folder.mkdir(parents=True)
+        facts = {"spec": LoraSpec(4, 1)._asdict(), "steps": 1, "time": 1e9, "expires": None}
+        (folder / store.ABOUT).write_text(json.dumps({**about, **facts}))
+
+    monkeypatch.setattr(store.Store, "save", save)
+    yield process
+    process.end()
+
+
+def test_users_see_only_what_is_theirs(shared):
+    def ask(user, path, body=None, **settings):
+        return shared.call(path, body, key=user.key, **settings)
+
+    def session(user):
+        return ask(user, "create_session", {"sdk_version": "0"})[1]["session_id"]
+
+    def client(user, own, number=0):
+        body = {"session_id": own, "model_seq_id": number, "base_model": "tiny"}
+        return ask(user, "create_model", body | {"lora_config": {"rank": 4}})
+
+    def result(user, answer):
+        return ask(user, "retrieve_future", {"request_id": answer[1]["request_id"]})
+
+    of_ann, of_bob = session(ANN), session(BOB)
+    model = result(ANN, client(ANN, of_ann))[1]["model_id"]
+    status, error = client(ANN, of_ann, 1)
+    assert status == 400
+    assert "1 training clients already (of ann)" in error
+    saving = {"model_id": model, "seq_id": 1, "path": "a"}
+    saved = result(ANN, ask(ANN, "save_weights", saving))[1]["path"]
+    assert ask(ANN, "weights_info", {"tinker_path": saved})[0] == 200
+    checkpoint = f"training_runs/{model}/checkpoints/weights/a"
+    for path, body, method in (
+        (f"sessions/{of_ann}", None, "GET"),
+        (f"training_runs/{model}", None, "GET"),
+        ("session_heartbeat", {"session_id": of_ann}, "POST"),
+        (f"sessions/{of_ann}/finish", {}, "POST"),
+        ("weights_info", {"tinker_path": saved}, "POST"),
+        ("optim_step", {"model_id": model, "seq_id": 3}, "POST"),
+        ("retrieve_future", {"request_id": f"{model}:1"}, "POST"),
+        (
+            "create_sampling_session",
+            {"session_id": of_bob, "sampling_session_seq_id": 0, "model_path": saved},
+            "POST",
+        ),
+        (checkpoint, None, "DELETE"),
+        (f"{checkpoint}/ttl", {"ttl_seconds": 1}, "PUT"),
+    ):
+        assert ask(BOB, path, body, method=method)[0] == 404, path
+    assert ask(BOB, "sessions")[1]["sessions"] == [of_bob]
+    assert ask(BOB, "checkpoints")[1]["checkpoints"] == []
+    assert ask(BOB, f"training_runs/{model}/checkpoints")[1]["checkpoints"] == []
+    assert ask(ANN, checkpoint, method="DELETE")[0] == 200
+    log = (shared.store.root / "audit.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert [(line["user"], line["action"], line["status"]) for line in lines] == [
+        ("ann", "create_session", 200),
+        ("bob", "create_session", 200),
+        ("ann", "create_model", 200),
+        ("ann", "create_model", 400),
+        ("ann", "save_weights", 200),
+        ("bob", "finish", 404),
+        ("bob", "delete_checkpoint", 404),
+        ("bob", "set_ttl", 404),
+        ("ann", "delete_checkpoint", 200),
+    ]
+    assert lines[4]["path"] == "a"
+    assert "tml-" not in log
+
+
+def test_states_of_a_user_have_a_limit(shared):
+    own = shared.service.users["ann"]
+    about = {"base": "base", "metadata": None}
+    own.save("tinker://12345678:train:0/weights/a", None, about)
+    (own.store.root / "more").write_text("x" * 9000)
+    with pytest.raises(ApiError, match="the states of ann take"):
+        own.save("tinker://12345678:train:0/weights/b", None, about)
+    shared.service.users["bob"].save("tinker://12345678:train:0/weights/b", None, about)
 
 
 @pytest.mark.parametrize(
@@ -470,6 +687,7 @@ def test_states_expire(tmp_path):
     folder = saved.folder(path)
     folder.mkdir(parents=True)
     facts = {"expires": 1.0, "time": 0.0, "spec": LoraSpec(1, 1)._asdict()}
+    facts |= {"base": "base", "steps": 0}
     (folder / store.ABOUT).write_text(json.dumps(facts))
     assert list(saved.paths()) == [path]
     with pytest.raises(ApiError, match="expired"):

@@ -3,6 +3,7 @@
 import pytest
 
 from tpu_rl import rewards, wings
+from tpu_rl.rewards import registry
 from tpu_rl.verifiers import choice
 
 
@@ -56,3 +57,28 @@ def test_a_ground_truth_without_a_letter_is_a_fault_of_its_row_only():
     (fault,) = scores.faults
     assert fault.row == 0
     assert "the ground truth '2' is no letter" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("choices", "is_shown"),
+    [
+        (["Rome", "Paris"], True),
+        ({"text": ["Rome", "Paris"], "label": ["A", "B"]}, True),
+        ({"A": "Rome", "B": "Paris"}, True),
+        (["Oslo", "Bern"], False),
+        ({"text": ["Oslo", "Bern"], "label": ["A", "B"]}, False),
+        (["1", "2"], True),
+        (None, True),
+        ([], True),
+    ],
+)
+def test_choices_of_a_column_stand_in_the_prompt(choices, is_shown):
+    found = rewards.apply(
+        "choice",
+        registry.resolve("choice"),
+        ["Which city? (A) Rome (B) Paris"],
+        ["B"],
+        {"answer": ["B"], "choices": [choices]},
+    )
+    assert (found.values.tolist() == [1.0]) == is_shown
+    assert is_shown or "none of the choices" in found.faults[0].message

@@ -1,6 +1,8 @@
 """Known right answers and known tricks of the verifiers that read answers, in one table."""
 
 import contextlib
+import json
+from pathlib import Path
 
 import pytest
 
@@ -224,6 +226,23 @@ def test_gold_that_nothing_matches_is_a_fault(name, gold):
         name, registry.resolve(name), ["q"], ["\\boxed{proof}"], {"answer": [gold]}
     )
     assert "the ground truth" in found.faults[0].message
+
+
+OTHERS = json.loads(Path(__file__).with_name("known_answers.json").read_text())
+
+
+@pytest.mark.parametrize("spec", OTHERS)
+def test_other_verifiers_accept_right_answers_and_no_tricks(spec):
+    columns, best, right, tricks = OTHERS[spec].values()
+    assert min(len(right), len(tricks)) >= 20
+    completions = [*right, *tricks]
+    rows = {name: [value] * len(completions) for name, value in columns.items()}
+    found = registry.resolve(spec)(
+        prompts=["q"] * len(completions), completions=completions, **rows
+    )
+    wrong = [text for text, value in zip(right, found, strict=False) if value != best]
+    gamed = [text for text, value in zip(tricks, found[len(right) :], strict=True) if value >= best]
+    assert (wrong, gamed) == ([], [])
 
 
 CALL = '[{"name": "f", "arguments": {"n": 1, "deep": [true]}}]'

@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tpu_rl import run_files
 from tpu_rl.checkpoint import manifests
 from tpu_rl.runtime import processes
 
@@ -92,6 +93,7 @@ class StepFolders:
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the disk, or None if there is no limit."""
+        run_files.require_there(self._directory)
         return shutil.disk_usage(self._directory).free
 
     # --- writing ---

@@ -136,13 +136,15 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
 def document(title: str, sections: Sequence[str], refresh_seconds: int | None = None) -> str:
     """Return a whole page of sections, which are HTML; empty ones are left out."""
     refresh = html_page.refresh(refresh_seconds) if refresh_seconds else ""
-    return html_page.PAGE.format(
+    page = html_page.PAGE.format(
         policy=html_page.policy(refresh_seconds),
         title=html.escape(title),
         style=html_page.STYLE + completion_pages.style(),
         body="\n".join(filter(None, sections)),
         refresh=refresh,
     )
+    # Half a surrogate pair, which rows and settings may have, is shown as its escape.
+    return page.encode(errors="backslashreplace").decode()
 
 
 def _write(folder: Path, page: str) -> None:

@@ -289,31 +289,30 @@ def apply(
     if absent := [name for name in hints if name not in columns]:
         fix = "; ".join(f"`{name}` is not passed here: {FOREIGN[name]}" for name in absent)
         faults = [replace(fault, fix=fix) for fault in faults]
-    if is_below_float32(numbers):
-        _say_below_float32(name)
+    _require_float32(name, numbers)
     return FunctionScores(numbers.astype(np.float32), faults, of_rows)
 
 
-def is_below_float32(rewards: np.ndarray) -> bool:
-    """Return True if rewards [N] float64 differ, but by so little that float32 blurs it.
+def _require_float32(name: str, rewards: np.ndarray) -> None:
+    """Raise InputError if float32 cannot tell rewards [N] float64 apart that differ on purpose.
 
-    Differences of some bits of a float64 are rounding, and no differences that anyone meant.
+    Of differences below 1e-3 it is only said; those of some bits of a float64 are rounding.
     """
     finite = rewards[np.isfinite(rewards)]
-    if not len(finite):
-        return False
-    spread = float(finite.max() - finite.min())
-    largest = float(np.abs(finite).max())
-    return 1e-12 * largest < spread < 2.0**-19 * largest
+    spread = float(np.ptp(finite)) if len(finite) else 0.0
+    largest = float(np.abs(finite).max(initial=0.0))
+    if not 1e-12 * largest < spread < 2.0**-19 * largest:
+        return
+    what = f"rewards of {name} differ by less than a float32 can tell (2e-6 of their size)"
+    if spread >= 1e-3:
+        numbers = f"they are {finite.min():.12g} to {finite.max():.12g}"
+        raise InputError(what, where=name, why=numbers, fix="subtract a constant in the function")
+    _say(f"note: {what}, so advantages are coarse: subtract a constant in the function")
 
 
 @functools.cache
-def _say_below_float32(name: str) -> None:
-    print(
-        f"note: rewards of {name} differ by less than a float32 can tell well (less than 2e-6 of "
-        "their size), so advantages are coarse: subtract a constant in the function",
-        file=sys.stderr,
-    )
+def _say(note: str) -> None:
+    print(note, file=sys.stderr)
 
 
 def _call(
@@ -377,6 +376,11 @@ def of_rows(
     }
 
 
+GOLD_COLUMNS = ("ground_truth", "final_answer", "expected_answer", "correct_answer", "answerKey")
+GOLD_COLUMNS += ("target", "gold", "reference_answer", "solution")
+"""Columns in which published rows have what rewards here call `answer`."""
+
+
 def require_columns(
     name: str,
     function: Reward,
@@ -386,7 +390,8 @@ def require_columns(
     """Raise InputError if a function needs a column that the data, and the rollout, lack."""
     present = {"prompts", "completions", *columns, *rollout_columns}
     # verl's rows have the answer in an object.
-    column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
+    held = [column for column in GOLD_COLUMNS if column in columns]
+    column = "reward_model.ground_truth" if "reward_model" in columns else [*held, "COLUMN"][0]
     accepted = parameters(function) or ()
     foreign = [FOREIGN[p.name] for p in accepted if p.name in FOREIGN]
     names = {p.name for p in accepted}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments.answer_text import answer_text, without_thoughts
+from tpu_rl.environments.answers import is_denied
 
 FENCED = re.compile(r"^[ \t]*(```+|~~~+)([^\n`]*)\n((?:(?!^[ \t]*\1).*\n)*)^[ \t]*\1", re.MULTILINE)
 """The fence, the language and the text of a fenced block."""
@@ -49,19 +50,26 @@ POINT = re.compile(rf"[(\[]{_NUMBER},{_NUMBER}[)\]]")
 BOX = re.compile(rf"[(\[]{','.join([_NUMBER] * 4)}[)\]]")
 
 
-def coordinates(value: Any) -> list[float]:
+def coordinates(value: Any, forms: Sequence[re.Pattern[str]] = (POINT, BOX)) -> list[float]:
     """Read the last point [x, y] or box [left, top, right, bottom] of a text, or of a value of
-    JSON; [] if it has none."""
+    JSON; [] if it has none, or denies it."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = joined_corners(answer_of(text))
-    matches = [*POINT.finditer(text), *BOX.finditer(text)]
+    text = answer_of(text)
+    for form, plain in _PUBLISHED:
+        text = form.sub(plain, text)
+    matches = [match for form in forms for match in form.finditer(text)]
     last = max(matches, key=lambda match: match.start(), default=None)
-    return [] if last is None else list(numbers(last.groups()))
+    if last is None or is_denied(text[: last.start()]) or _HEDGE.search(text[: last.start()]):
+        return []
+    return list(numbers(last.groups()))
 
 
-def joined_corners(text: str) -> str:
-    """Return a text with "<|box_start|>(1,2),(3,4)" of Qwen2-VL as "(1,2,3,4)"."""
-    return re.sub(r"(<\|box_start\|>\([^()]{1,80})\),\s?\(", r"\1,", text)
+_PUBLISHED = (
+    # Qwen2-VL and InternVL; Molmo; agents that click.
+    (re.compile(r"((?:<\|box_start\|>|<box>)\s*\([^()]{1,80})\),\s?\("), r"\1,"),
+    (re.compile(rf"\bx=[\"']?{_NUMBER}[\"']?,?\s*y=[\"']?{_NUMBER}[\"']?"), r"(\1,\2)"),
+)
+_HEDGE = re.compile(r"[)\]]\W*\bor\W*\Z")
 
 
 def numbers(texts: Sequence[Any]) -> Any:

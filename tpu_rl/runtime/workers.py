@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpu_rl.redaction import redact
 from tpu_rl.runtime import child_processes, worker_child
 
 MAX_OUTPUT_BYTES = 64 * 1024
@@ -159,7 +160,7 @@ class Output:
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
                 if self._bytes_left > 0:
-                    sys.stderr.write(data[: self._bytes_left].decode(errors="replace"))
+                    sys.stderr.write(redact(data[: self._bytes_left].decode(errors="replace")))
                     self._bytes_left -= len(data)
                     if self._bytes_left <= 0:
                         sys.stderr.write(

@@ -30,6 +30,15 @@ from tpu_rl.serving.pump import Closed
 from tpu_rl.serving.replies import event
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_BODIES_BYTES = 2**29
+"""Bytes of the bodies that are read or answered at a time."""
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+"""For browsers: an answer is what its type says, in no page of others, and kept nowhere."""
 BODY_SECONDS = 30.0
 """Time in which a body must arrive."""
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -74,13 +83,16 @@ def application(
         middleware: of starlette.
     """
 
+    bodies = Bodies()
+
     def responder(endpoint: Endpoint) -> Callable[[Request], Any]:
         async def respond(request: Request) -> Response:
             as_body = error_body(request.scope["path"])
             try:
                 # Also of a request that is refused: a client that still sends while the connection
                 # closes reads no answer.
-                body = await read_body(request) if request.method in ("POST", "PUT") else b""
+                has_body = request.method in ("POST", "PUT")
+                body = await bodies.read(request) if has_body else b""
                 _require_loopback_name(request, is_open)
                 if endpoint.needs_key:
                     request.state.account = find_account(api_key(request))
@@ -92,13 +104,18 @@ def application(
                 if inspect.isawaitable(content):
                     content = await content
                 if isinstance(content, AsyncGenerator):
-                    return EventStream(await anext(content), content, as_body)
-                return content if isinstance(content, Response) else _response(content)
+                    response = EventStream(await anext(content), content, as_body)
+                else:
+                    response = content if isinstance(content, Response) else _response(content)
             except Exception as raised:
                 error = as_api_error(raised)
                 # The rest of a body that is late is not read.
                 headers = {"connection": "close"} if error.status == 408 else None
-                return Response(json.dumps(as_body(error)), error.status, headers, JSON)
+                response = Response(json.dumps(as_body(error)), error.status, headers, JSON)
+            finally:
+                bodies.held -= request.scope.pop("tpu_rl.held", 0)
+            response.headers.update(SECURITY_HEADERS)
+            return response
 
         return respond
 
@@ -136,7 +153,7 @@ class EventStream(StreamingResponse):
     def __init__(self, first: bytes, others: AsyncGenerator[bytes], error_body: ErrorBody):
         super().__init__(
             self._parts(first, error_body),
-            headers={"content-type": "text/event-stream", "cache-control": "no-cache"},
+            headers={"content-type": "text/event-stream"},
         )
         self._others = others
 
@@ -182,23 +199,34 @@ def api_key(request: Request) -> str | None:
     return request.headers.get("x-api-key", "").strip() or bearer or None
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the body of a request.
+class Bodies:
+    """Reads the bodies of a server's requests, which together take limited memory."""
 
-    Raises:
-        ApiError: if it is too long, or does not arrive in time.
-    """
-    body = bytearray()
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                size += len(piece)
-                # The rest of a body that is too long is dropped as it comes.
-                if size <= MAX_BODY_BYTES:
+    def __init__(self):
+        self.held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body of a request. `held` has it until the request is answered.
+
+        Raises:
+            ApiError: if it is too long, does not arrive in time, or there are too many.
+        """
+        body = bytearray()
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for piece in request.stream():
+                    size += len(piece)
+                    # The rest of a body that is too long is dropped as it comes.
+                    if size > MAX_BODY_BYTES:
+                        continue
+                    if self.held + len(piece) > MAX_BODIES_BYTES:
+                        raise ApiError(429, "too many requests at a time; send it again")
+                    self.held += len(piece)
+                    request.scope["tpu_rl.held"] = request.scope.get("tpu_rl.held", 0) + len(piece)
                     body += piece
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        return bytes(body)

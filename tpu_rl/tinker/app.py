@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import datetime
 import functools
-import math
+import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,9 @@ from tpu_rl.serving.protocol import ApiError, Fields
 from tpu_rl.tinker import losses, store, wire
 from tpu_rl.tinker.learner import Adapter, LoraSpec, Outputs
 from tpu_rl.tinker.requests import NUMBER, sample_request
-from tpu_rl.tinker.service import BASE, Run, Service, Session
+from tpu_rl.tinker.service import BASE, OBJECT_BYTES, Run, Service, Session, Sessions
 from tpu_rl.tinker.store import KINDS, SCHEME
+from tpu_rl.tinker.users import AuditLog
 from tpu_rl.tokenizers import Tokenizer
 
 POLL_SECONDS = 25.0
@@ -42,7 +43,7 @@ REFUSED_ROUTES = {
     "project": NOT_HERE,
     "external_weights_urls": "the files are on the server's disk, in its --state-dir",
     "billing": NOT_HERE,
-    "audit": NOT_HERE,
+    "audit": "the log of requests is audit.jsonl in the server's --state-dir",
     "copy_weights": "copy the folder in the server's --state-dir, or load the path itself",
     "create_custom_loss": "losses run on the client: pass a function to forward_backward_custom",
     "organizations": NOT_HERE,
@@ -66,74 +67,130 @@ Work = Callable[[], Any]
 """What a training client queues. The thread that owns the devices calls it."""
 
 
+AUDITED = frozenset(
+    {
+        "create_session",
+        "finish",
+        "create_model",
+        "save_weights",
+        "save_for_sampler",
+        "save_external",
+        "load_weights",
+        "delete_checkpoint",
+        "set_ttl",
+    }
+)
+"""Methods whose requests the audit log has."""
+MOST_ABOUT = 2**14
+"""Characters of what a client says about a session, a training client or a state."""
+MOST_RATE = 1e3
+"""The largest learning rate and weight decay. Larger ones overflow."""
+
+
+def application(
+    find: Callable[[str | None], TinkerApp | None], log: AuditLog, *, is_open: bool = False
+) -> Starlette:
+    """Return the ASGI application.
+
+    Args:
+        find: API key, or None without one -> what answers its user; None if it is wrong.
+        log: gets a line for each request in `AUDITED`.
+        is_open: no key is needed; see `http.application`.
+    """
+    run = "/training_runs/{model_id}"
+    checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
+    gets: dict[str, Callable[..., Any]] = {
+        "/get_server_capabilities": TinkerApp.capabilities,
+        "/samplers/{sampler_id}": TinkerApp.get_sampler,
+        "/sessions/{session_id}": TinkerApp.get_session,
+        run: TinkerApp.get_run,
+        f"{run}/checkpoints": TinkerApp.list_checkpoints,
+    }
+    lists: dict[str, Callable[..., Any]] = {
+        "/sessions": TinkerApp.list_sessions,
+        "/training_runs": TinkerApp.list_runs,
+        "/checkpoints": TinkerApp.list_all_checkpoints,
+    }
+    posts: dict[str, Callable[..., Any]] = {
+        "/client/config": lambda app, fields: CLIENT_CONFIG,
+        "/client/dynamic_config": lambda app, fields: {"sample_cancel_enabled": True},
+        "/telemetry": lambda app, fields: {"status": "accepted"},
+        "/create_session": TinkerApp.create_session,
+        "/session_heartbeat": TinkerApp.heartbeat,
+        "/sessions/{session_id}/finish": TinkerApp.finish,
+        "/create_model": TinkerApp.create_model,
+        "/get_info": TinkerApp.get_info,
+        "/unload_model": TinkerApp.unload,
+        "/optim_step": TinkerApp.optim_step,
+        "/save_weights": TinkerApp.save_weights,
+        "/save_weights_for_sampler": TinkerApp.save_for_sampler,
+        "/save_weights_external": TinkerApp.save_external,
+        "/load_weights": TinkerApp.load_weights,
+        "/create_sampling_session": TinkerApp.create_sampler,
+        "/join_sampling_session": TinkerApp.join_sampler,
+        "/asample": TinkerApp.sample,
+        "/retrieve_future": TinkerApp.retrieve,
+        "/cancel_future": TinkerApp.cancel,
+        "/weights_info": TinkerApp.weights_info,
+    }
+    root = "/api/v1"
+
+    def of_path(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
+        return lambda request, body: logged(answer, request, {})
+
+    def of_fields(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
+        return lambda request, body: logged(answer, request, body, Fields(body))
+
+    def logged(answer: Callable[..., Any], request: Request, body: Any, *args: Any) -> Any:
+        app = request.state.account
+        if answer.__name__ not in AUDITED:
+            return answer(app, *args, **request.path_params)
+        names = ("session_id", "model_id", "path", "seq_id")
+        about = {name: body[name] for name in names if isinstance(body.get(name), (str, int))}
+        about = {key: str(value)[:300] for key, value in (about | request.path_params).items()}
+        status = 500
+        try:
+            result = answer(app, *args, **request.path_params)
+            status = 200
+            return result
+        except ApiError as error:
+            status = error.status
+            raise
+        finally:
+            log.write(app.own.user.name, answer.__name__, status, **about)
+
+    return http.application(
+        [
+            Endpoint("GET", f"{root}/healthz", lambda *_: {"status": "ok"}, needs_key=False),
+            Endpoint("POST", f"{root}/forward_backward", _forward_backward, is_json=False),
+            *(Endpoint("GET", root + path, of_path(get)) for path, get in gets.items()),
+            *(Endpoint("GET", root + path, _of_page(get)) for path, get in lists.items()),
+            *(Endpoint("POST", root + path, of_fields(post)) for path, post in posts.items()),
+            Endpoint("DELETE", root + checkpoint, of_path(TinkerApp.delete_checkpoint)),
+            Endpoint("PUT", f"{root}{checkpoint}/ttl", of_fields(TinkerApp.set_ttl)),
+        ],
+        find,
+        Endpoint("", "", _refuse, is_json=False),
+        is_open=is_open,
+    )
+
+
 @dataclass
 class TinkerApp:
-    """The application. Each method answers one route."""
+    """What answers the requests of one user. Each method answers one route."""
 
-    service: Service
+    own: Sessions
+    """The user's sessions and states."""
     tokenizer: Tokenizer
     names: tuple[str, ...]
     """Names of the model that clients may use; the first is the one that they are told."""
     tokenizer_id: str
     """The directory or hub id from which clients load the tokenizer."""
-    is_known: Callable[[str | None], bool]
-    """API key, or None without one -> True if it is right."""
-    is_open: bool = False
-    """True if no key is needed; see `http.application`."""
 
-    def application(self) -> Starlette:
-        """Return the ASGI application."""
-        run = "/training_runs/{model_id}"
-        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
-        gets: dict[str, Callable[..., Any]] = {
-            "/get_server_capabilities": self.capabilities,
-            "/samplers/{sampler_id}": self.get_sampler,
-            "/sessions/{session_id}": self.get_session,
-            run: self.get_run,
-            f"{run}/checkpoints": self.list_checkpoints,
-        }
-        lists: dict[str, Callable[[int, int], Any]] = {
-            "/sessions": self.list_sessions,
-            "/training_runs": self.list_runs,
-            "/checkpoints": self.list_all_checkpoints,
-        }
-        posts: dict[str, Callable[..., Any]] = {
-            "/client/config": lambda fields: CLIENT_CONFIG,
-            "/client/dynamic_config": lambda fields: {"sample_cancel_enabled": True},
-            "/telemetry": lambda fields: {"status": "accepted"},
-            "/create_session": self.create_session,
-            "/session_heartbeat": self.heartbeat,
-            "/sessions/{session_id}/finish": self.finish,
-            "/create_model": self.create_model,
-            "/get_info": self.get_info,
-            "/unload_model": self.unload,
-            "/optim_step": self._queued(self.optim_step),
-            "/save_weights": self._queued(self.save_weights),
-            "/save_weights_for_sampler": self._queued(self.save_for_sampler),
-            "/save_weights_external": self._queued(self.save_external),
-            "/load_weights": self.load_weights,
-            "/create_sampling_session": self.create_sampler,
-            "/join_sampling_session": self.join_sampler,
-            "/asample": self.sample,
-            "/retrieve_future": self.retrieve,
-            "/cancel_future": self.cancel,
-            "/weights_info": self.weights_info,
-        }
-        root = "/api/v1"
-        return http.application(
-            [
-                Endpoint("GET", f"{root}/healthz", lambda *_: {"status": "ok"}, needs_key=False),
-                Endpoint("POST", f"{root}/forward_backward", self.forward_backward, is_json=False),
-                *(Endpoint("GET", root + path, _of_path(get)) for path, get in gets.items()),
-                *(Endpoint("GET", root + path, _of_page(get)) for path, get in lists.items()),
-                *(Endpoint("POST", root + path, _of_fields(post)) for path, post in posts.items()),
-                Endpoint("DELETE", root + checkpoint, _of_path(self.delete_checkpoint)),
-                Endpoint("PUT", f"{root}{checkpoint}/ttl", _of_fields(self.set_ttl)),
-            ],
-            self.is_known,
-            Endpoint("", "", _refuse, is_json=False),
-            is_open=self.is_open,
-        )
+    @property
+    def service(self) -> Service:
+        """The sessions of all users."""
+        return self.own.service
 
     # --- sessions ---
 
@@ -151,12 +208,12 @@ class TinkerApp:
 
     def create_session(self, fields: Fields) -> Answer:
         about = {
-            "user_metadata": fields.take("user_metadata", dict) or {},
-            "display_name": fields.take("display_name", str),
-            "tags": fields.take("tags", list) or [],
+            "user_metadata": fields.take("user_metadata", dict, _is_short) or {},
+            "display_name": fields.take("display_name", str, _is_short),
         }
+        fields.take("tags", list)
         fields.finish("sdk_version", "project_id", "type")
-        session = self.service.create_session(about)
+        session = self.own.create(about)
         answer = {"session_id": session.session_id, "type": "create_session"}
         config = self.service.learner.base.config
         notes = []
@@ -170,14 +227,14 @@ class TinkerApp:
         return answer | ({"info_message": " ".join(notes)} if notes else {})
 
     def heartbeat(self, fields: Fields) -> Answer:
-        self.service.beat(fields.require("session_id", str))
+        self.own.beat(fields.require("session_id", str))
         return {"type": "session_heartbeat"}
 
     def finish(self, fields: Fields, session_id: str) -> Answer:
-        reason = fields.take("reason", dict) or {"type": "success"}
-        detail = fields.take("detail", str)
+        reason = fields.take("reason", dict, _is_short) or {"type": "success"}
+        detail = fields.take("detail", str, _is_short)
         status = {"type": "client_finished", "reason": reason, "detail": detail}
-        self.service.finish(session_id, status)
+        self.own.finish(session_id, status)
         return {}
 
     def _session_about(self, session: Session) -> Answer:
@@ -189,13 +246,13 @@ class TinkerApp:
         }
 
     def get_session(self, session_id: str) -> Answer:
-        session = self.service.sessions.get(session_id)
+        session = self.own.by_id.get(session_id)
         if session is None:
             raise ApiError(404, f"there is no session {session_id[:80]}")
         return self._session_about(session)
 
     def list_sessions(self, limit: int, offset: int) -> Answer:
-        newest = [*self.service.sessions][::-1]
+        newest = [*self.own.by_id][::-1]
         return {"sessions": newest[offset : offset + limit]}
 
     # --- training clients ---
@@ -222,15 +279,15 @@ class TinkerApp:
         """Let a training client be made, by the thread that owns the devices."""
         session_id = fields.require("session_id", str)
         number = fields.require("model_seq_id", int)
-        about["metadata"] = fields.take("user_metadata", dict)
+        about["metadata"] = fields.take("user_metadata", dict, _is_short)
         optimizer = fields.take("optimizer_config", dict) or {}
         if optimizer.get("type", "adamw") != "adamw":
             raise _no_optimizer(optimizer)
         fields.finish("type")
-        return _promise(self.service.create_run(session_id, number, about, make))
+        return _promise(self.own.create_run(session_id, number, about, make))
 
     def get_info(self, fields: Fields) -> Answer:
-        _, run = self.service.run_of(fields.require("model_id", str))
+        _, run = self.own.run_of(fields.require("model_id", str))
         spec = run.about.get("spec")
         if spec is None:
             raise ApiError(400, f"{run.model_id} is not ready")
@@ -250,7 +307,7 @@ class TinkerApp:
 
     def unload(self, fields: Fields) -> Answer:
         model_id = fields.require("model_id", str)
-        _, run = self.service.run_of(model_id)
+        _, run = self.own.run_of(model_id)
 
         def work() -> Answer:
             run.adapter = None
@@ -258,41 +315,35 @@ class TinkerApp:
 
         return self._queue(model_id, run.next_number + len(run.waiting), work)
 
-    def _queue(self, model_id: str, number: Any, work: Work) -> Answer:
-        if not isinstance(number, int) or number < 1:
+    def _queue(self, model_id: str, number: int, work: Work, size: int = OBJECT_BYTES) -> Answer:
+        if number < 1:
             raise ApiError(400, "seq_id is not a number from 1", "seq_id")
-        return _promise(self.service.submit(model_id, number, work))
+        return _promise(self.own.submit(model_id, number, work, size))
 
-    def _queued(self, read: Callable[[Fields, Run], Work]) -> Callable[[Fields], Answer]:
-        """Return a function that queues the work which `read` makes of a request.
+    def _queued(self, fields: Fields, read: Callable[[Fields, Run], Work]) -> Answer:
+        """Queue the work which `read` makes of a request.
 
         An error of `read` becomes the result, since later requests wait for this number.
         """
+        model_id = fields.require("model_id", str)
+        number = fields.require("seq_id", int)
+        _, run = self.own.run_of(model_id)
+        try:
+            work = read(fields, run)
+            fields.finish("type")
+        except ApiError as error:
+            work = _raising(error)
+        return self._queue(model_id, number, work)
 
-        def queue(fields: Fields) -> Answer:
-            model_id = fields.require("model_id", str)
-            number = fields.require("seq_id", int)
-            _, run = self.service.run_of(model_id)
-            try:
-                work = read(fields, run)
-                fields.finish("type")
-            except ApiError as error:
-                work = _raising(error)
-            return self._queue(model_id, number, work)
-
-        return queue
-
-    async def forward_backward(self, request: Request, body: bytes) -> Answer:
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip()
-        if media_type != http.PROTOBUF or "content-encoding" in request.headers:
-            raise ApiError(
-                415, f"data come as {http.PROTOBUF}, as from tinker 0.38.0, not compressed"
-            )
-        model_id, number, parsed = await asyncio.to_thread(wire.parse_forward_backward, body)
+    async def forward_backward(self, message: Any) -> Answer:
+        model_id, number = message.model_id, message.seq_id
         service, learner = self.service, self.service.learner
-        _, run = service.run_of(model_id)
-        if isinstance(parsed, ApiError):
-            return self._queue(model_id, number, _raising(parsed))
+        _, run = self.own.run_of(model_id)
+        try:
+            losses.require(message.loss_fn)
+            parsed = await asyncio.to_thread(wire.forward_backward, message)
+        except ApiError as error:
+            return self._queue(model_id, number, _raising(error))
 
         def work() -> bytes:
             name, settings, data = parsed.loss, parsed.settings, parsed.data
@@ -305,13 +356,16 @@ class TinkerApp:
                 outputs = learner.backward(adapter, name, settings, beta, data)
             return _as_answer(outputs, data)
 
-        return self._queue(model_id, number, work)
+        return self._queue(model_id, number, work, parsed.size)
 
     @property
     def _vocab_size(self) -> int:
         return min(self.tokenizer.vocab_size, self.service.learner.base.config.vocab.size)
 
-    def optim_step(self, fields: Fields, run: Run) -> Work:
+    def optim_step(self, fields: Fields) -> Answer:
+        return self._queued(fields, self._step)
+
+    def _step(self, fields: Fields, run: Run) -> Work:
         adam, older = (fields.take(name, dict) for name in ("adam_params", "optim_params"))
         other = fields.take("optimizer_params", dict)
         if other is not None:
@@ -320,14 +374,15 @@ class TinkerApp:
         params.only("type", "adamw", "adam")
         settings = {}
         for name, default in ADAM.items():
-            value = params.take(name, NUMBER, math.isfinite)
+            value = params.take(name, NUMBER, _is_float32)
             settings[name] = default if value is None else float(value)
         params.finish()
         for name, value in settings.items():
             is_right = {
-                "beta1": 0 <= value < 1,
-                "beta2": 0 <= value < 1,
-                "weight_decay": value >= 0,
+                "learning_rate": 0 <= value <= MOST_RATE,
+                "beta1": 0 <= np.float32(value) < 1,
+                "beta2": 0 <= np.float32(value) < 1,
+                "weight_decay": 0 <= value <= MOST_RATE,
                 "grad_clip_norm": value >= 0,
                 "eps": np.float32(value) > 0,
             }
@@ -343,30 +398,38 @@ class TinkerApp:
     ) -> Work:
         path = f"{SCHEME}{run.model_id}/{kind}/{name}"
         store.parse(path)
-        seconds = fields.take("ttl_seconds", int, lambda s: s >= 1)
-        about = {"base": self.service.store.base, "metadata": fields.take("user_metadata", dict)}
-        service = self.service
+        seconds = fields.take("ttl_seconds", int, _is_lifetime)
+        metadata = fields.take("user_metadata", dict, _is_short)
+        about = {"base": self.service.store.base, "metadata": metadata}
 
         def work() -> Answer:
-            if not overwrite and service.store.folder(path).exists():
+            if not overwrite and self.own.store.folder(path).exists():
                 raise ApiError(400, f"{path} exists; give another name")
-            service.store.save(path, service.adapter(run), about, seconds)
-            service.snapshots.drop(path)
+            self.own.save(path, self.service.adapter(run), about, seconds)
             return {"path": path, "type": answer}
 
         return work
 
-    def save_weights(self, fields: Fields, run: Run) -> Work:
-        name = fields.require("path", str)
-        overwrite = bool(fields.take("overwrite", bool))
-        return self._save(fields, run, "weights", name, "save_weights", overwrite)
+    def save_weights(self, fields: Fields) -> Answer:
+        def read(fields: Fields, run: Run) -> Work:
+            name = fields.require("path", str)
+            overwrite = bool(fields.take("overwrite", bool))
+            return self._save(fields, run, "weights", name, "save_weights", overwrite)
 
-    def save_external(self, fields: Fields, run: Run) -> Work:
-        fields.only("age_encryption_recipients", [])
-        name = fields.require("path", str)
-        return self._save(fields, run, "external_weights", name, "save_weights_external")
+        return self._queued(fields, read)
 
-    def save_for_sampler(self, fields: Fields, run: Run) -> Work:
+    def save_external(self, fields: Fields) -> Answer:
+        def read(fields: Fields, run: Run) -> Work:
+            fields.only("age_encryption_recipients", [])
+            name = fields.require("path", str)
+            return self._save(fields, run, "external_weights", name, "save_weights_external")
+
+        return self._queued(fields, read)
+
+    def save_for_sampler(self, fields: Fields) -> Answer:
+        return self._queued(fields, self._save_for_sampler)
+
+    def _save_for_sampler(self, fields: Fields, run: Run) -> Work:
         name = fields.take("path", str)
         number = fields.take("sampling_session_seq_id", int)
         kind = fields.take("kind", str) or "snapshot"
@@ -388,7 +451,7 @@ class TinkerApp:
 
         def work() -> Answer:
             snapshot = service.take_snapshot(run)
-            sampler = service.create_sampler(session_id, number, snapshot, None)
+            sampler = self.own.create_sampler(session_id, number, snapshot, None)
             return {"sampling_session_id": sampler.sampler_id, "type": answer}
 
         return work
@@ -401,7 +464,7 @@ class TinkerApp:
 
         def load() -> Adapter:
             self._require_own(path)
-            return service.store.load(path, with_optimizer)
+            return self.own.store.load(path, with_optimizer)
 
         if fields.has("session_id"):
             base = fields.take("base_model", str)
@@ -411,7 +474,7 @@ class TinkerApp:
             return self._create_run(fields, {"type": "load_weights", "path": path}, load)
         model_id = fields.require("model_id", str)
         number = fields.require("seq_id", int)
-        _, run = service.run_of(model_id)
+        _, run = self.own.run_of(model_id)
 
         def work() -> Answer:
             before = service.adapter(run)
@@ -427,7 +490,7 @@ class TinkerApp:
 
     def _require_own(self, path: str) -> None:
         """Raise ApiError if a saved adapter is of another model."""
-        base = self.service.store.describe(path)["base"]
+        base = self.own.store.describe(path)["base"]
         if base != self.service.store.base:
             raise ApiError(400, f"{path} is of the model {base}, not of {self.service.store.base}")
 
@@ -441,18 +504,20 @@ class TinkerApp:
         fields.finish("type")
         if base is not None:
             self._require_base(base)
+        snapshot: Hashable = BASE
         if path is not None:
             self._require_own(path)
-        sampler = self.service.create_sampler(session_id, number, path or BASE, path)
+            snapshot = (self.own.user.name, path)
+        sampler = self.own.create_sampler(session_id, number, snapshot, path)
         return {"sampling_session_id": sampler.sampler_id, "type": "create_sampling_session"}
 
     def join_sampler(self, fields: Fields) -> Answer:
-        session, _ = self.service.sampler(fields.require("sampling_session_id", str))
+        session, _ = self.own.sampler(fields.require("sampling_session_id", str))
         session.clones += 1
         return {"client_counter": session.clones, "type": "join_sampling_session"}
 
     def get_sampler(self, sampler_id: str) -> Answer:
-        path = self.service.sampler(sampler_id)[1].model_path
+        path = self.own.sampler(sampler_id)[1].model_path
         return {"sampler_id": sampler_id, "base_model": self.names[0], "model_path": path}
 
     def sample(self, fields: Fields) -> Answer:
@@ -467,7 +532,7 @@ class TinkerApp:
         max_length = self.service.learner.max_length
         eos_ids = tuple(self.tokenizer.eos_ids)
         request = sample_request(fields, self._vocab_size, max_length, eos_ids)
-        request_id = self.service.sample(sampler_id, number, request)
+        request_id = self.own.sample(sampler_id, number, request)
         ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
@@ -476,7 +541,7 @@ class TinkerApp:
     async def retrieve(self, fields: Fields) -> Any:
         request_id = fields.require("request_id", str)
         fields.finish("allow_metadata_only", "model_id", "type")
-        job = self.service.job(request_id)
+        job = self.own.job(request_id)
         try:
             future = asyncio.shield(asyncio.wrap_future(job.future))
             return await asyncio.wait_for(future, POLL_SECONDS)
@@ -491,13 +556,13 @@ class TinkerApp:
                 job.retrieved = job.retrieved or time.monotonic()
 
     def cancel(self, fields: Fields) -> Answer:
-        self.service.cancel(fields.require("request_id", str))
+        self.own.cancel(fields.require("request_id", str))
         return {}
 
     # --- saved states ---
 
     def _checkpoint(self, path: str) -> Answer:
-        saved = self.service.store
+        saved = self.own.store
         about = saved.describe(path)
         _, kind, name = store.parse(path)
         return {
@@ -513,7 +578,7 @@ class TinkerApp:
 
     def _checkpoints(self, run: str | None) -> list[Answer]:
         checkpoints = []
-        for path in self.service.store.paths(run):
+        for path in self.own.store.paths(run):
             with contextlib.suppress(ApiError):  # It has expired.
                 checkpoints.append(self._checkpoint(path))
         return checkpoints
@@ -527,17 +592,17 @@ class TinkerApp:
         return {"checkpoints": newest[offset : offset + limit], "cursor": cursor}
 
     def delete_checkpoint(self, model_id: str, kind: str, name: str) -> Answer:
-        self.service.store.delete(f"{SCHEME}{model_id}/{kind}/{name}")
+        self.own.store.delete(f"{SCHEME}{model_id}/{kind}/{name}")
         return {}
 
     def set_ttl(self, fields: Fields, model_id: str, kind: str, name: str) -> Answer:
-        seconds = fields.take("ttl_seconds", int, lambda s: s >= 1)
+        seconds = fields.take("ttl_seconds", int, _is_lifetime)
         fields.finish()
-        self.service.store.set_expiry(f"{SCHEME}{model_id}/{kind}/{name}", seconds)
+        self.own.store.set_expiry(f"{SCHEME}{model_id}/{kind}/{name}", seconds)
         return {}
 
     def weights_info(self, fields: Fields) -> Answer:
-        about = self.service.store.describe(fields.require("tinker_path", str))
+        about = self.own.store.describe(fields.require("tinker_path", str))
         spec, base = about["spec"], about["base"]
         flags = {name: spec[name] for name in ("train_unembed", "train_mlp", "train_attn")}
         name = self.names[0] if base == self.service.store.base else base
@@ -545,7 +610,7 @@ class TinkerApp:
 
     def get_run(self, model_id: str) -> Answer:
         saved = self._checkpoints(model_id)
-        session = self.service.sessions.get(model_id.partition(":")[0])
+        session = self.own.by_id.get(model_id.partition(":")[0])
         runs = session.runs.values() if session else []
         run = next((run for run in runs if run.model_id == model_id), None)
         if run is None and not saved:
@@ -557,7 +622,7 @@ class TinkerApp:
         if run is not None:
             spec, last = run.about.get("spec"), _as_time(run.last_request)
         else:
-            spec = self.service.store.describe(saved[-1]["tinker_path"])["spec"]
+            spec = self.own.store.describe(saved[-1]["tinker_path"])["spec"]
             last = saved[-1]["time"]
         return {
             "training_run_id": model_id,
@@ -572,8 +637,8 @@ class TinkerApp:
         }
 
     def list_runs(self, limit: int, offset: int) -> Answer:
-        live = [run.model_id for s in self.service.sessions.values() for run in s.runs.values()]
-        saved = [store.parse(path)[0] for path in self.service.store.paths()]
+        live = [run.model_id for s in self.own.by_id.values() for run in s.runs.values()]
+        saved = [store.parse(path)[0] for path in self.own.store.paths()]
         ids = [*dict.fromkeys([*saved, *live])][::-1]
         runs = [self.get_run(run) for run in ids[offset : offset + limit]]
         cursor = {"offset": offset, "limit": limit, "total_count": len(ids)}
@@ -595,6 +660,18 @@ def _raising(error: ApiError) -> Work:
         raise error
 
     return work
+
+
+def _is_short(value: Any) -> bool:
+    return len(json.dumps(value)) <= MOST_ABOUT
+
+
+def _is_lifetime(seconds: int) -> bool:
+    return 1 <= seconds <= store.MOST_SECONDS
+
+
+def _is_float32(value: float) -> bool:
+    return abs(value) <= float(np.finfo(np.float32).max)
 
 
 def _lora_spec(values: Any) -> LoraSpec:
@@ -621,21 +698,22 @@ def _promise(request_id: str) -> Answer:
 # --- endpoints ---
 
 
-def _of_path(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
-    return lambda request, body: answer(**request.path_params)
+async def _forward_backward(request: Request, body: bytes) -> Answer:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if media_type != http.PROTOBUF or "content-encoding" in request.headers:
+        raise ApiError(415, f"data come as {http.PROTOBUF}, as from tinker 0.38.0, not compressed")
+    message = await asyncio.to_thread(wire.parse_forward_backward, body)
+    return await request.state.account.forward_backward(message)
 
 
-def _of_fields(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
-    return lambda request, body: answer(Fields(body), **request.path_params)
-
-
-def _of_page(answer: Callable[[int, int], Any]) -> Callable[[Request, Any], Any]:
+def _of_page(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
     """Pass limit and offset of the query. Accounts, which it may name too, do not matter here."""
 
     def of_query(request: Request, body: Any) -> Any:
         query = request.scope["query_string"].decode("latin-1")
         values = dict(re.findall(r"(limit|offset)=(\d{1,9})", query))
-        return answer(int(values.get("limit", 100)), int(values.get("offset", 0)))
+        limit, offset = int(values.get("limit", 100)), int(values.get("offset", 0))
+        return answer(request.state.account, limit, offset)
 
     return of_query
 

@@ -122,15 +122,21 @@ def losses_of(kind: Array, log_probs: Array, numbers: Numbers, beta: Array) -> A
     return jax.lax.switch(kind, branches, log_probs, numbers, beta)
 
 
+def require(name: str) -> None:
+    """Raise ApiError if there is no such loss."""
+    if name not in LOSSES:
+        known = f"there is {', '.join(LOSSES)}"
+        why = REFUSED.get(name, known)
+        raise ApiError(400, f"the loss {name[:80]!r} is refused: {why}", "loss_fn")
+
+
 def check(name: str, settings: Mapping[str, float | str], data: list[Datum], vocab: int) -> float:
     """Check a request's loss and the numbers of its data; return beta, or 0 if it has none.
 
     Raises:
         ApiError: if the loss is not supported, or data and settings are not those that it reads.
     """
-    if name not in LOSSES:
-        known = f"there is {', '.join(LOSSES)}"
-        raise ApiError(400, f"the loss {name!r} is refused: {REFUSED.get(name, known)}", "loss_fn")
+    require(name)
     loss = LOSSES[name]
     for key, value in settings.items():
         if key not in loss.settings:

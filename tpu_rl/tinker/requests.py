@@ -13,6 +13,8 @@ from tpu_rl.tinker.sampling import Decoding, SampleRequest
 
 MOST_SAMPLES = 1024
 MOST_ALTERNATIVES = 128
+MOST_NUMBERS = 2**25
+"""Token ids and log-probs of an answer."""
 NUMBER = (int, float)
 
 
@@ -62,6 +64,13 @@ def sample_request(
         sparse,
     )
     fields.finish("type")
+    numbers = request.most_numbers(max_length)
+    if numbers > MOST_NUMBERS:
+        raise ApiError(
+            400,
+            f"the answer would have up to {numbers} numbers, of {MOST_NUMBERS} at most: ask for "
+            "fewer samples, tokens or alternatives",
+        )
     return request
 
 
@@ -135,6 +144,8 @@ def _targets(value: Any, length: int, vocab_size: int) -> tuple[np.ndarray | Non
     crow = fields.take("sparse_crow_indices", list)
     col = fields.take("sparse_col_indices", list)
     fields.finish()
+    if len(shape) != 2 or shape[0] != length or shape[1] not in range(1, MOST_ALTERNATIVES + 1):
+        raise ApiError(400, f"{place} must be [{length}, 1 to {MOST_ALTERNATIVES}]", place)
     try:
         values = np.asarray(data, np.int64)
         if crow is None:
@@ -145,7 +156,6 @@ def _targets(value: Any, length: int, vocab_size: int) -> tuple[np.ndarray | Non
             targets = wire.dense_of(values, rows, columns, shape, place, fill=-1)
     except (ValueError, TypeError, OverflowError):
         raise ApiError(400, f"{place} is no tensor of token ids", place) from None
-    is_valid = targets.ndim == 2 and len(targets) == length and 1 <= targets.shape[1] <= 128
-    if not is_valid or not ((targets >= -1) & (targets < vocab_size)).all():
-        raise ApiError(400, f"{place} must be [{length}, 1 to 128] of token ids, or -1", place)
+    if targets.ndim != 2 or not ((targets >= -1) & (targets < vocab_size)).all():
+        raise ApiError(400, f"{place} has a number that is no token id, or -1", place)
     return targets, sparse

@@ -64,6 +64,20 @@ class SampleRequest(NamedTuple):
     sparse: Any = None
     """The indices of `targets`, if the request has them as compressed rows: (crow, col)."""
 
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return 1000 + 8 * len(self.tokens) + (0 if self.targets is None else self.targets.nbytes)
+
+    def most_numbers(self, max_length: int) -> int:
+        """Return how many numbers the answer has at most."""
+        room = max_length - len(self.tokens)
+        length = room if self.max_tokens is None else min(self.max_tokens, room)
+        of_prompt = len(self.tokens) * (1 + 2 * self.top_prompt)
+        # Alternatives are those of the whole text, then cut.
+        of_sample = 2 * length + 2 * self.top_sample * (length + len(self.tokens))
+        return of_prompt + self.num_samples * of_sample
+
 
 @functools.cache
 def policy_of_rows(config: models.DecoderConfig, rows: int) -> Policy:

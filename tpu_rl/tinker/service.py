@@ -7,12 +7,18 @@ runs, one segment of completions is decoded.
 
 A session ends when its client says so, or when no heartbeat came for `SESSION_SECONDS`. The state
 of each run that has learned something is then saved as `weights/last`, and dropped.
+
+Clients do not trust each other. Each user has sessions and states of their own (`Sessions`). What
+cannot be saved is the error of its client alone, and requests and results that wait take no more
+than `SESSION_BYTES` of a session, and `ALL_BYTES` of all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
+import re
 import secrets
 import shutil
 import sys
@@ -20,13 +26,14 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from tpu_rl.errors import TpuRlError
@@ -37,6 +44,7 @@ from tpu_rl.tinker import sampling
 from tpu_rl.tinker.learner import Adapter, Learner
 from tpu_rl.tinker.sampling import SampleRequest
 from tpu_rl.tinker.store import SCHEME, Store
+from tpu_rl.tinker.users import User
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import sharding
 from tpu_rl.types import Params
@@ -49,6 +57,20 @@ MOST_SNAPSHOTS = 16
 """Snapshots in the memory of devices; others are on disk."""
 MOST_WAITING = 4096
 """Requests of a session that wait."""
+MOST_SESSIONS = 1024
+"""Sessions of a user that go on, and as many that have ended."""
+MOST_SAMPLERS = 4096
+"""Sampling clients of a session; older ones are dropped."""
+MOST_NUMBER = 10**9
+"""Numbers of clients are below this."""
+SESSION_BYTES = 2**29
+"""What a session's requests that wait, and its results, take."""
+ALL_BYTES = 2**32
+"""What those of all sessions take."""
+OBJECT_BYTES = 2000
+"""What a request or a result without data takes."""
+MOST_SAVES = 5
+"""Attempts to save what a session has learned when it ends, each after `SESSION_SECONDS`."""
 GATHER_SECONDS = 0.02
 """Time for which the first requests for completions wait for others, such as those of the same
 batch. A request that comes later waits for a whole segment, in which only some slots decode."""
@@ -65,13 +87,22 @@ class Job:
     """What a client waits for."""
 
     request_id: str
+    session: Session
+    size: int
+    """Bytes of the request, then of its result."""
     work: Callable[[], Result] | None = None
     """Done by the thread that owns the devices."""
     future: Future[Result] = field(default_factory=Future)
     retrieved: float | None = None
     """When the result was fetched first."""
 
+    def finish(self, result: Result) -> None:
+        self.session.hold(self, len(result) if isinstance(result, bytes) else OBJECT_BYTES)
+        if not self.future.done():
+            self.future.set_result(result)
+
     def fail(self, error: Exception) -> None:
+        self.session.hold(self, OBJECT_BYTES)
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -119,6 +150,7 @@ class Session:
 
     session_id: str
     about: dict[str, Any]
+    owner: Sessions
     created: float = field(default_factory=time.time)
     seen: float = field(default_factory=time.monotonic)
     status: dict[str, Any] | None = None
@@ -129,17 +161,42 @@ class Session:
     jobs: dict[str, Job] = field(default_factory=dict)
     sampling: deque[Sampling] = field(default_factory=deque)
     """Requests that wait for slots."""
+    held: int = 0
+    """Bytes of `jobs`."""
+    failures: list[str] = field(default_factory=list)
+    """Why states of it could not be saved at its end."""
+    num_saves: int = 0
+    """Attempts to save them."""
 
     def name(self, kind: str, number: int) -> str:
         return f"{self.session_id}:{kind}:{number}"
+
+    def add(self, job: Job) -> None:
+        """Hold a new request."""
+        with self.owner.service.lock:
+            self.jobs[job.request_id] = job
+            self.held += job.size
+
+    def hold(self, job: Job, size: int) -> None:
+        """Hold so many bytes of a request from now on, if it is still here."""
+        with self.owner.service.lock:
+            if job.request_id in self.jobs:
+                self.held += size - job.size
+                job.size = size
+
+    def forget(self, is_old: Callable[[Job], bool]) -> None:
+        """Drop requests."""
+        with self.owner.service.lock:
+            for name in [name for name, job in self.jobs.items() if is_old(job)]:
+                self.held -= self.jobs.pop(name).size
 
 
 class Snapshots:
     """Adapters to sample from, by name. Those that were not used for long are on disk."""
 
-    def __init__(self, learner: Learner, store: Store, folder: Path):
+    def __init__(self, learner: Learner, stores: Mapping[str, Store], folder: Path):
         self._learner = learner
-        self._store = store
+        self._stores = stores
         self._folder = folder
         self._held: OrderedDict[Hashable, Params] = OrderedDict()
         shutil.rmtree(folder, ignore_errors=True)
@@ -148,15 +205,23 @@ class Snapshots:
         self._held[name] = adapter
         self._held.move_to_end(name)
         while len(self._held) > MOST_SNAPSHOTS:
-            oldest, dropped = self._held.popitem(last=False)
+            oldest, dropped = next(iter(self._held.items()))
             if isinstance(oldest, int):
-                self._folder.mkdir(parents=True, exist_ok=True)
                 leaves = jax.tree.leaves(sharding.to_host(dropped))
                 arrays = {str(index): leaf for index, leaf in enumerate(leaves)}
-                save_file(arrays, self._folder / f"{oldest}.safetensors")
+                try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    save_file(arrays, self._folder / f"{oldest}.safetensors")
+                except (OSError, SafetensorError) as error:
+                    # It is another client's: only one that wants more is refused.
+                    if len(self._held) > 2 * MOST_SNAPSHOTS:
+                        del self._held[name]
+                        raise ApiError(507, f"no snapshot can be written: {error}") from None
+                    return
+            del self._held[oldest]
 
     def get(self, name: Hashable) -> Params:
-        """Return a snapshot by its name: a number that was `put`, a path, or `BASE`."""
+        """Return a snapshot by its name: a number that was `put`, (user, path), or `BASE`."""
         if name not in self._held:
             self.put(name, self._read(name))
         self._held.move_to_end(name)
@@ -165,8 +230,9 @@ class Snapshots:
     def _read(self, name: Hashable) -> Params:
         if name in (BASE, None):
             return self._learner.zeros()
-        if isinstance(name, str):
-            return self._learner.snapshot(self._store.load(name, with_optimizer=False))
+        if isinstance(name, tuple):
+            user, path = name
+            return self._learner.snapshot(self._stores[user].load(path, with_optimizer=False))
         arrays = load_file(self._folder / f"{name}.safetensors")
         leaves = [arrays[str(index)] for index in range(len(arrays))]
         zeros = self._learner.zeros()
@@ -175,54 +241,41 @@ class Snapshots:
 
     def drop(self, name: Hashable) -> None:
         self._held.pop(name, None)
-        (self._folder / f"{name}.safetensors").unlink(missing_ok=True)
+        if isinstance(name, int):
+            with contextlib.suppress(OSError):
+                (self._folder / f"{name}.safetensors").unlink(missing_ok=True)
 
 
-class Service:
-    """All sessions."""
+class Sessions:
+    """The sessions of one user, with the user's states. Any thread may call it."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        tokenizer: Tokenizer,
-        store: Store,
-        *,
-        num_slots: int,
-        most_runs: int,
-    ):
-        """Start without sessions.
-
-        Args:
-            learner: the model and its programs.
-            tokenizer: the tokenizer of the model.
-            store: where states are saved.
-            num_slots: completions decoded at once.
-            most_runs: training clients at once, of all sessions.
-        """
-        self.learner = learner
-        self.tokenizer = tokenizer
+    def __init__(self, service: Service, user: User, store: Store):
+        self.service = service
+        self.user = user
         self.store = store
-        self.sessions: dict[str, Session] = {}
-        self.snapshots = Snapshots(learner, store, store.root / ".snapshots")
-        self._num_slots = num_slots
-        self._most_runs = most_runs
-        self._lock = threading.RLock()
-        self._numbers = itertools.count()
-        self._pump = Pump(
-            sampling.sampler_factory(learner, tokenizer, self.snapshots.get, num_slots)
-        )
-        self._active: list[Sampling] = []
-        self._last_run = ""
-        self._cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._error: ApiError | None = None
+        self.by_id: dict[str, Session] = {}
+        """The oldest first."""
 
-    # --- any thread ---
+    @property
+    def num_runs(self) -> int:
+        """Training clients of sessions that go on."""
+        with self.service.lock:
+            return sum(len(s.runs) for s in self.by_id.values() if s.status is None)
 
-    def create_session(self, about: dict[str, Any]) -> Session:
-        """Return a new session."""
-        session = Session(str(uuid.uuid4()), about)
-        with self._lock:
-            self.sessions[session.session_id] = session
+    def create(self, about: dict[str, Any]) -> Session:
+        """Return a new session.
+
+        Raises:
+            ApiError: if there are too many.
+        """
+        session = Session(str(uuid.uuid4()), about, self)
+        with self.service.lock:
+            ended = [other for other in self.by_id.values() if other.status is not None]
+            if len(self.by_id) - len(ended) >= MOST_SESSIONS:
+                raise ApiError(429, f"{MOST_SESSIONS} sessions go on; close one")
+            for other in ended[: max(len(ended) - MOST_SESSIONS + 1, 0)]:
+                del self.by_id[other.session_id]
+            self.by_id[session.session_id] = session
         return session
 
     def session(self, session_id: str) -> Session:
@@ -231,7 +284,7 @@ class Service:
         Raises:
             ApiError: if there is none.
         """
-        session = self.sessions.get(session_id)
+        session = self.by_id.get(session_id)
         if session is None:
             raise ApiError(
                 404,
@@ -245,19 +298,23 @@ class Service:
                 if run.about.get("saved")
             ]
             where = f"; its states were saved: {', '.join(states)}" if states else ""
-            raise ApiError(410, f"the session {session_id} has ended{where}")
+            failures = "".join(f"; {why}" for why in session.failures)
+            raise ApiError(410, f"the session {session_id} has ended{where}{failures}")
         return session
 
     def beat(self, session_id: str) -> None:
         """Note that a session's client is there."""
-        self.session(session_id).seen = time.monotonic()
+        session = self.session(session_id)
+        if "finish" not in session.about:
+            session.seen = time.monotonic()
+            session.num_saves = 0
 
     def finish(self, session_id: str, status: dict[str, Any]) -> None:
         """End a session. Its states are saved by the thread that owns the devices."""
         session = self.session(session_id)
         session.about["finish"] = status
         session.seen = -1e9
-        self._pump.wake()
+        self.service.wake()
 
     def run_of(self, model_id: str) -> tuple[Session, Run]:
         """Return a training client, with its session.
@@ -267,7 +324,7 @@ class Service:
         """
         session_id, _, number = model_id.partition(":train:")
         session = self.session(session_id)
-        run = session.runs.get(int(number)) if number.isdecimal() else None
+        run = session.runs.get(int(number)) if re.fullmatch("[0-9]{1,9}", number) else None
         if run is None:
             raise ApiError(404, f"there is no training client {model_id[:100]}")
         return session, run
@@ -280,16 +337,20 @@ class Service:
         Raises:
             ApiError: if there are too many.
         """
+        _require_number(number, "model_seq_id")
         session = self.session(session_id)
         model_id = session.name("train", number)
-        with self._lock:
+        with self.service.lock:
             if number not in session.runs:
-                count = sum(len(s.runs) for s in self.sessions.values() if s.status is None)
-                if count >= self._most_runs:
-                    raise ApiError(
-                        400,
-                        f"there are {count} training clients already (--max-loras); close a client",
-                    )
+                limits = [(self.service.num_runs, self.service.most_runs, "--max-loras")]
+                if self.user.most_runs is not None:
+                    limits.append((self.num_runs, self.user.most_runs, f"of {self.user.name}"))
+                for count, most, name in limits:
+                    if count >= most:
+                        raise ApiError(
+                            400,
+                            f"there are {count} training clients already ({name}); close a client",
+                        )
                 session.runs[number] = Run(model_id, about)
         run = session.runs[number]
 
@@ -301,31 +362,37 @@ class Service:
 
         return self.submit(model_id, 0, work)
 
-    def submit(self, model_id: str, number: int, work: Callable[[], Result]) -> str:
-        """Queue work of a training client; return the id of the request.
+    def submit(
+        self, model_id: str, number: int, work: Callable[[], Result], size: int = OBJECT_BYTES
+    ) -> str:
+        """Queue work of a training client, with data of `size` bytes; return its request's id.
 
         A request that comes again has the same id, and is done once.
         """
         session, run = self.run_of(model_id)
         request_id = f"{model_id}:{number}"
-        with self._lock:
+        with self.service.lock:
             if request_id in session.jobs:
                 return request_id
             if number < run.next_number:
                 raise ApiError(400, f"request {number} of {model_id} was done before")
-            if len(run.waiting) >= MOST_WAITING:
-                raise ApiError(429, f"{model_id} has {MOST_WAITING} requests that wait")
-            job = Job(request_id, work)
-            session.jobs[request_id] = job
+            if number >= run.next_number + MOST_WAITING:
+                raise ApiError(
+                    400, f"the next request of {model_id} is {run.next_number}, not {number}"
+                )
+            self.service.make_room(session, size)
+            job = Job(request_id, session, size, work)
+            session.add(job)
             run.waiting[number] = job
             run.last_request = time.time()
-        self._pump.wake()
+        self.service.wake()
         return request_id
 
     def create_sampler(
         self, session_id: str, number: int, snapshot: Hashable, model_path: str | None
     ) -> Sampler:
         """Return a new sampling client."""
+        _require_number(number, "sampling_session_seq_id")
         session = self.session(session_id)
         sampler = Sampler(session.name("sample", number), snapshot, model_path)
         session.samplers[sampler.sampler_id] = sampler
@@ -347,14 +414,15 @@ class Service:
         """Queue a request for completions; return its id."""
         session, sampler = self.sampler(sampler_id)
         request_id = f"{sampler_id}:{number}"
-        with self._lock:
+        with self.service.lock:
             if request_id not in session.jobs:
                 if len(session.sampling) >= MOST_WAITING:
                     raise ApiError(429, f"{MOST_WAITING} requests of the session wait")
-                job = Job(request_id)
-                session.jobs[request_id] = job
+                self.service.make_room(session, request.size)
+                job = Job(request_id, session, request.size)
+                session.add(job)
                 session.sampling.append(Sampling(job, request, sampler.snapshot))
-        self._pump.wake()
+        self.service.wake()
         return request_id
 
     def job(self, request_id: str) -> Job:
@@ -371,8 +439,111 @@ class Service:
 
     def cancel(self, request_id: str) -> None:
         """Give up a request for completions."""
+        if request_id.partition(":")[0] in self.by_id:
+            self.service.cancel(request_id)
+
+    # --- the thread that owns the devices ---
+
+    def save(
+        self, path: str, adapter: Adapter, about: Mapping[str, Any], seconds: int | None = None
+    ) -> None:
+        """Save an adapter among the user's states.
+
+        Raises:
+            ApiError: if it cannot be written, or the user has no room for it.
+        """
+        most = self.user.most_bytes
+        size = 0 if most is None else self.store.size()
+        if most is not None and size >= most:
+            raise ApiError(
+                507,
+                f"{path} cannot be saved: the states of {self.user.name} take {size} bytes, of "
+                f"{most} at most; delete some",
+            )
+        self.store.save(path, adapter, about, seconds)
+        self.service.snapshots.drop((self.user.name, path))
+
+
+def _require_number(number: int, name: str) -> None:
+    """Raise ApiError if a client's number is none."""
+    if not 0 <= number < MOST_NUMBER:
+        raise ApiError(400, f"{name} is not 0 to {MOST_NUMBER - 1}", name)
+
+
+class Service:
+    """All sessions, of all users."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        tokenizer: Tokenizer,
+        store: Store,
+        *,
+        num_slots: int,
+        most_runs: int,
+        users: Iterable[User] = (User(),),
+    ):
+        """Start without sessions.
+
+        Args:
+            learner: the model and its programs.
+            tokenizer: the tokenizer of the model.
+            store: where states are saved.
+            num_slots: completions decoded at once.
+            most_runs: training clients at once, of all sessions.
+            users: who have sessions.
+        """
+        self.learner = learner
+        self.tokenizer = tokenizer
+        self.store = store
+        self.most_runs = most_runs
+        self.users = {user.name: Sessions(self, user, store.of(user.name)) for user in users}
+        stores = {name: own.store for name, own in self.users.items()}
+        self.snapshots = Snapshots(learner, stores, store.root / ".snapshots")
+        self.lock = threading.RLock()
+        self._num_slots = num_slots
+        self._numbers = itertools.count()
+        self._pump = Pump(
+            sampling.sampler_factory(learner, tokenizer, self.snapshots.get, num_slots)
+        )
+        self._active: list[Sampling] = []
+        self._last_run = ""
+        self._cancelled: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those of all users."""
+        with self.lock:
+            return [session for own in self.users.values() for session in own.by_id.values()]
+
+    @property
+    def num_runs(self) -> int:
+        """Training clients of sessions that go on."""
+        return sum(own.num_runs for own in self.users.values())
+
+    def cancel(self, request_id: str) -> None:
+        """Give up a request for completions."""
         self._cancelled.put(request_id)
         self._pump.wake()
+
+    def make_room(self, session: Session, size: int) -> None:
+        """Forget results that were fetched, if a request of this size needs their memory.
+
+        Raises:
+            ApiError: if that is not enough.
+        """
+        for sessions, most in (([session], SESSION_BYTES), (self.sessions, ALL_BYTES)):
+            held = sum(other.held for other in sessions)
+            if held + size > most:
+                for other in sessions:
+                    other.forget(lambda job: job.retrieved is not None)
+                held = sum(other.held for other in sessions)
+            if held + size > most:
+                raise ApiError(
+                    429,
+                    f"requests that wait, and results that were not fetched, take {held} bytes; "
+                    "fetch results before you send more",
+                )
 
     # --- the thread that owns the devices ---
 
@@ -401,15 +572,16 @@ class Service:
 
     def end(self) -> None:
         """Save and drop everything."""
-        for session in list(self.sessions.values()):
+        for session in self.sessions:
             if session.status is None:
+                session.num_saves = MOST_SAVES
                 self._end(session, {"type": "cancelled", "detail": "the server ended"})
         self._pump.end(ApiError(503, "the server ends"))
 
     def _work(self) -> bool:
         """Do the next piece of work of the next run that has one; return False without one."""
-        with self._lock:
-            sessions = [s for s in self.sessions.values() if s.status is None]
+        with self.lock:
+            sessions = [s for s in self.sessions if s.status is None]
             ready = [run for s in sessions for run in s.runs.values() if run.is_ready]
             if not ready:
                 return False
@@ -420,7 +592,7 @@ class Service:
             run.next_number = max(run.next_number + 1, 1)
         assert job.work is not None
         try:
-            job.future.set_result(job.work())
+            job.finish(job.work())
         # One client's request may not end the server.
         except Exception as error:
             if not isinstance(error, (ApiError, TpuRlError)):
@@ -437,15 +609,15 @@ class Service:
             sleep(GATHER_SECONDS)
 
     def _num_waiting(self) -> int:
-        with self._lock:
-            return sum(len(session.sampling) for session in self.sessions.values())
+        with self.lock:
+            return sum(len(session.sampling) for session in self.sessions)
 
     def _admit(self) -> None:
         """Begin requests for completions, of one session after the other, while slots are free."""
         count = sum(not turn.done() for item in self._active for turn in item.turns.values())
         while count < self._num_slots:
-            with self._lock:
-                waiting = [s for s in self.sessions.values() if s.sampling]
+            with self.lock:
+                waiting = [s for s in self.sessions if s.sampling]
                 if not waiting:
                     return
                 # Sessions with less to do at this time go first.
@@ -475,8 +647,7 @@ class Service:
                 turns = [turn.result() for turn in item.turns.values()]
                 snapshot = self.snapshots.get(item.snapshot)
                 result = sampling.answer(item.request, turns, self.learner, snapshot)
-                if not item.job.future.done():
-                    item.job.future.set_result(result)
+                item.job.finish(result)
             except Exception as error:
                 item.job.fail(error)
 
@@ -489,42 +660,57 @@ class Service:
                     item.job.fail(error)
                     for conversation in item.turns:
                         self._pump.close(conversation)
-            session = self.sessions.get(request_id.partition(":")[0])
-            for item in list(session.sampling) if session else []:
-                if item.job.request_id == request_id:
-                    session.sampling.remove(item)  # pyright: ignore[reportOptionalMemberAccess]
+            for session in self.sessions:
+                for item in [i for i in session.sampling if i.job.request_id == request_id]:
+                    session.sampling.remove(item)
                     item.job.fail(error)
 
     def _end_sessions(self) -> None:
         now = time.monotonic()
-        for session in list(self.sessions.values()):
+        for session in self.sessions:
             if session.status is None and now - session.seen > SESSION_SECONDS:
-                status = session.about.pop("finish", None)
-                self._end(session, status or {"type": "cancelled", "detail": "no heartbeat"})
-            with self._lock:
-                old = [
-                    name
-                    for name, job in session.jobs.items()
-                    if job.retrieved is not None and now - job.retrieved > RETRIEVED_SECONDS
-                ]
-                for name in old:
-                    del session.jobs[name]
+                finished = session.about.get("finish")
+                self._end(session, finished or {"type": "cancelled", "detail": "no heartbeat"})
+            session.forget(
+                lambda job: job.retrieved is not None and now - job.retrieved > RETRIEVED_SECONDS
+            )
+            while len(session.samplers) > MOST_SAMPLERS:
+                oldest = session.samplers.pop(next(iter(session.samplers)))
+                if isinstance(oldest.snapshot, int):
+                    self.snapshots.drop(oldest.snapshot)
 
     def _end(self, session: Session, status: dict[str, Any]) -> None:
-        """Save the states of a session's runs, and drop everything else of it."""
-        error = ApiError(410, "the session has ended")
+        """Save the states of a session's runs, and drop everything else of it.
+
+        If one cannot be saved, the session goes on for a while, and this is tried again.
+        """
+        failures = []
         for run in session.runs.values():
-            adapter = run.adapter
-            if adapter is not None and adapter.steps:
-                path = f"{SCHEME}{run.model_id}/weights/{LAST}"
-                self.store.save(path, adapter, {"base": self.store.base, "metadata": None})
+            if run.adapter is None or not run.adapter.steps:
+                continue
+            path = f"{SCHEME}{run.model_id}/weights/{LAST}"
+            try:
+                about = {"base": self.store.base, "metadata": None}
+                session.owner.save(path, run.adapter, about)
                 run.about["saved"] = True
+            # The others are saved all the same.
+            except Exception as error:
+                print(f"error: {path} was not saved: {error}", file=sys.stderr)
+                failures.append(str(error))
+        session.num_saves += 1
+        if failures and session.num_saves < MOST_SAVES:
+            session.seen = time.monotonic()
+            return
+        session.failures = failures
+        for run in session.runs.values():
             run.adapter = None
-        with self._lock:
+            run.waiting.clear()
+        error = ApiError(410, "the session has ended")
+        with self.lock:
             session.status = status
             for job in session.jobs.values():
                 job.fail(error)
-            session.jobs.clear()
+            session.forget(lambda job: True)
             session.sampling.clear()
             samplers = list(session.samplers.values())
             session.samplers.clear()

@@ -7,6 +7,7 @@ messages are made here when the module is loaded, so that the server does not ne
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tpu_rl.serving.protocol import ApiError
+from tpu_rl.train import packing
 
 LENGTH = 1
 """The value of `SampledSequence.stop_reason` of a completion that reached its limit; 0: stopped."""
@@ -22,6 +24,10 @@ DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 """Numbers of `dtype`."""
 FLOAT32 = 1
 INT64 = 2
+MOST_DATA = 2**14
+"""Sequences of a pass."""
+MOST_NUMBERS = 2**24
+"""Numbers of a pass: tokens, each with as many targets as the one with the most."""
 
 _SCHEMA = """
 Chunk: 1 encoded_text Text, 2 image Image, 3 dmel Dmel
@@ -109,9 +115,18 @@ class ForwardBackward(NamedTuple):
     settings: dict[str, float | str]
     is_forward_only: bool
 
+    @property
+    def size(self) -> int:
+        """Bytes of the data."""
+        of_data = (
+            500 + datum.tokens.nbytes + sum(values.nbytes for values in datum.inputs.values())
+            for datum in self.data
+        )
+        return sum(of_data)
 
-def parse_forward_backward(body: bytes) -> tuple[str, int, ForwardBackward | ApiError]:
-    """Return the model and the number of a request, and the request or its error.
+
+def parse_forward_backward(body: bytes) -> Any:
+    """Return the message of a body, with its `model_id` and `seq_id`.
 
     Raises:
         ApiError: if the body is no request at all.
@@ -121,15 +136,17 @@ def parse_forward_backward(body: bytes) -> tuple[str, int, ForwardBackward | Api
         message.ParseFromString(body)
     except DecodeError:
         raise ApiError(400, "the body is no ForwardBackwardRequest") from None
-    try:
-        request: ForwardBackward | ApiError = _forward_backward(message)
-    except ApiError as error:
-        request = error
-    return message.model_id, message.seq_id, request
+    return message
 
 
-def _forward_backward(message: Any) -> ForwardBackward:
+def forward_backward(message: Any) -> ForwardBackward:
+    """Return the request of a message.
+
+    Raises:
+        ApiError: if it is wrong, or its tensors, which may be sparse, were too large.
+    """
     _require_known(message, "the request")
+    _require_size(message)
     settings: dict[str, float | str] = {pair.key: pair.value for pair in message.loss_fn_config}
     for pair in message.loss_fn_config_v2:
         is_text = bool(pair.value.text)
@@ -141,6 +158,28 @@ def _forward_backward(message: Any) -> ForwardBackward:
     return ForwardBackward(
         message.model_id, message.seq_id, data, message.loss_fn, settings, is_forward_only
     )
+
+
+def _require_size(message: Any) -> None:
+    """Raise ApiError if the numbers of a request, dense and as wide as the widest, are too many."""
+    tokens = 0
+    widest = 1
+    dense = 0
+    for datum in message.data:
+        tokens += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+        for pair in datum.loss_fn_inputs:
+            shape = list(pair.value.shape)
+            if pair.value.HasField("sparse_csr") or len(shape) > 1:
+                widest = max(widest, *shape[1:])
+                dense += math.prod(max(size, 0) for size in shape)
+    most = max(dense, tokens * packing.power_of_two(min(widest, MOST_NUMBERS)))
+    if len(message.data) > MOST_DATA or most > MOST_NUMBERS:
+        raise ApiError(
+            400,
+            f"the request has {len(message.data)} data with {most} numbers, of {MOST_DATA} and "
+            f"{MOST_NUMBERS} at most; send several",
+            "data",
+        )
 
 
 def _require_known(message: Any, place: str) -> None:
@@ -204,7 +243,6 @@ def dense_of(
         and starts[0] == 0
         and starts[-1] == len(columns) == len(values)
         and ((columns >= 0) & (columns < shape[1])).all()
-        and shape[0] * shape[1] <= 2**26
     )
     if not is_valid:
         raise ApiError(400, f"{place} is no sparse tensor of shape {shape}", place)

@@ -86,8 +86,8 @@ def box_iou(threshold: float = 0.0) -> Reward:
         boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
         values = []
         for completion, box in zip(completions, boxes, strict=True):
-            found = spans.BOX.findall(spans.joined_corners(spans.answer_of(text_of(completion))))
-            value = iou(spans.numbers(found[-1]), box) if found else 0.0
+            found: Any = spans.coordinates(text_of(completion), [spans.BOX])
+            value = iou(found, box) if found else 0.0
             values.append(float(value >= threshold) if threshold else value)
         return values
 
@@ -123,14 +123,10 @@ def _is_in(point: Sequence[float], box: Box) -> bool:
 
 
 def _last_point(text: str) -> tuple[float, float] | None:
-    text = spans.joined_corners(spans.answer_of(text))
-    points = [
-        (match.start(), spans.numbers(match.groups())) for match in spans.POINT.finditer(text)
-    ]
-    for match in spans.BOX.finditer(text):
-        left, top, right, bottom = spans.numbers(match.groups())
-        points.append((match.start(), ((left + right) / 2, (top + bottom) / 2)))
-    return max(points)[1] if points else None
+    found = spans.coordinates(text)
+    if len(found) == 4:
+        return (found[0] + found[2]) / 2, (found[1] + found[3]) / 2
+    return (found[0], found[1]) if found else None
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
@@ -15,16 +15,19 @@ from tpu_rl.verifiers import composed
 
 
 def right_letter(
-    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **columns: Any
 ) -> list[float]:
     r"""Return 1 for each completion that chooses the right letter of multiple choice, else 0.
 
     The last capital letter in \boxed{D}, "answer is B", "Answer: C" or "<answer>B</answer>" counts.
     Without any, the last one in parentheses counts, "(A)", or else a bare letter at the end. None
     counts of several, as in "A or B", or where the text says "not B". Thoughts are left out.
-    `answer` is a letter, "B" or "(B)".
+    `answer` is a letter, "B" or "(B)". A column `choices` or `options` must stand in the prompt.
     """
-    del prompts
+    for prompt, texts in zip(
+        prompts, columns.get("choices") or columns.get("options") or [], strict=False
+    ):
+        _require_shown(texts, text_of(prompt))
     truths = [composed.gold(value, _truth) for value in answer]
     letters = [read_letter(text_of(completion)) for completion in completions]
     return [float(letter == truth) for letter, truth in zip(letters, truths, strict=True)]
@@ -43,6 +46,19 @@ def read_letter(text: str) -> str | None:
             is_one = not (_OTHER_BEFORE.search(text[:start]) or _OTHER_AFTER.match(text[end:]))
             return text[start:end] if is_one else None
     return None
+
+
+def _require_shown(choices: Any, prompt: str) -> None:
+    """Raise ValueError if a prompt has no text of its row's choices."""
+    values = choices.values() if isinstance(choices, dict) else choices
+    texts = [
+        text.strip()
+        for value in (values if isinstance(values, Iterable) else ())
+        for text in ([value] if isinstance(value, str) else value or ())
+        if isinstance(text, str) and len(text.strip()) > 1
+    ]
+    if texts and not any(text in prompt for text in texts):
+        raise ValueError(f"the prompt shows none of the choices, as {shorten(texts[0])}: add them")
 
 
 def _truth(text: str) -> str | None:

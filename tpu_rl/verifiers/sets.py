@@ -32,7 +32,7 @@ def items_of(text: str) -> set[str]:
         items = [str(item) for item in value]
     else:
         items = [item for line in answer.splitlines() for item in _BULLET.sub("", line).split(",")]
-    return {item.strip(_QUOTES) for item in items} - {""}
+    return {item.replace("**", "").strip(_QUOTES) for item in items} - {""}
 
 
 def _gold(value: Any) -> set[str]:

@@ -32,7 +32,7 @@ import numpy as np
 import tyro
 
 from tpu_rl import models, ranges
-from tpu_rl.checkpoint import remote_run
+from tpu_rl.checkpoint import lock, remote_run
 from tpu_rl.commands import compose, roles, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.commands.serve import model_app
@@ -44,16 +44,18 @@ from tpu_rl.sampler import TurnRequest
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.tinker import users
 from tpu_rl.tinker.learner import Learner
 from tpu_rl.tinker.service import Service
 from tpu_rl.tinker.store import Store
+from tpu_rl.tinker.users import User
 from tpu_rl.tokenizers import TokenizerConfig
 
 KEY_VARIABLE = "TPU_RL_API_KEY"
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
-OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "remat", "state_dir")
+OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "remat", "state_dir", "api_keys")
 """Flags that need --tinker."""
 
 
@@ -100,6 +102,9 @@ class Flags:
     fastest and takes the most memory."""
     state_dir: Path = Path("runs/tinker")
     """--tinker: the folder of saved states."""
+    api_keys: Path | None = None
+    """--tinker: a file (TOML) of users, in place of --api-key: each has a key, and sessions and
+    states of its own."""
 
 
 def main(argv: list[str]) -> int:
@@ -111,7 +116,11 @@ def main(argv: list[str]) -> int:
         config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
         bound = server.bind(flags.host, flags.port)
         compilation_cache.enable()
-        (serve_tinker if flags.tinker else serve)(flags, config, bound)
+        if flags.tinker:
+            with lock.hold(flags.state_dir):
+                serve_tinker(flags, config, bound)
+        else:
+            serve(flags, config, bound)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -144,7 +153,7 @@ def check(flags: Flags) -> None:
             why="other temperatures make numbers that float32 cannot hold",
             fix=f"use 0, or {least:g} to {most:g}",
         )
-    if not server.is_loopback(flags.host) and api_key(flags) is None:
+    if not server.is_loopback(flags.host) and flags.api_keys is None and api_key(flags) is None:
         raise InputError(
             "other machines could use the server without a key",
             where=f"--host {flags.host}",
@@ -163,6 +172,7 @@ def check(flags: Flags) -> None:
         ("--tokenizer", flags.tokenizer != TokenizerConfig(), "clients load their own tokenizer"),
         ("--temperature", flags.temperature != 1.0, "each request of a client has its own"),
         ("--api-key", is_wrong_key, "the client accepts keys only that begin with tml-"),
+        ("--api-key", key and flags.api_keys, "--api-keys has the keys"),
     ):
         if is_wrong:
             raise InputError(f"{flag} does not go with --tinker", where=flag, why=why, fix="see -h")
@@ -210,6 +220,10 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
             why="adapters are saved with the name of their base",
             fix=f"export the run, and give its folder: {typed_command('export')} {flags.model}",
         )
+    is_open = flags.api_keys is None and api_key(flags) is None
+    people = [User(key=api_key(flags) or "")]
+    if flags.api_keys is not None:
+        people = users.read(flags.api_keys)
     language, params = saved_run.load_language(flags.model, config)
     length = flags.max_model_len or saved_run.trained_length(flags.model, config)
     language.model.config.require_length(length, "--max-model-len")
@@ -222,20 +236,25 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
         saved = Store(flags.state_dir, learner, directory)
         slots = flags.max_num_seqs
         runs = flags.max_loras
-        service = Service(learner, language.tokenizer, saved, num_slots=slots, most_runs=runs)
+        service = Service(
+            learner, language.tokenizer, saved, num_slots=slots, most_runs=runs, users=people
+        )
     names = [name for name in (flags.served_model_name, directory, flags.model) if name]
-    is_open = api_key(flags) is None
+    names = tuple(dict.fromkeys(names))
     # The package starlette is there, as checked before.
-    from tpu_rl.tinker.app import TinkerApp
+    from tpu_rl.tinker import app as tinker_app
 
-    application = TinkerApp(
-        service,
-        language.tokenizer,
-        tuple(dict.fromkeys(names)),
-        directory,
-        key_check(flags),
-        is_open,
-    )
+    apps = {
+        name: tinker_app.TinkerApp(own, language.tokenizer, names, directory)
+        for name, own in service.users.items()
+    }
+
+    def find(key: str | None) -> tinker_app.TinkerApp | None:
+        user = people[0] if is_open else users.user_of(people, key)
+        return None if user is None else apps[user.name]
+
+    log = users.AuditLog(flags.state_dir / "audit.jsonl")
+    asgi = tinker_app.application(find, log, is_open=is_open)
 
     def line(url: str) -> str:
         key = "tml-local" if is_open else "KEY"
@@ -244,7 +263,8 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
             f"  export TINKER_BASE_URL={url.removesuffix('/v1')} TINKER_API_KEY={key}"
         )
 
-    asgi = application.application()
+    for own in service.users.values():
+        own.store.recover()
     with jax.set_mesh(mesh):
         step = functools.partial(service.step, POLL_SECONDS)
         answer(server.Server(asgi, bound), line, step, service.wake, service.end)

@@ -11,13 +11,17 @@ command needs no accelerator.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import shutil
+import socket
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -28,6 +32,17 @@ from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 10
+REQUEST_SECONDS = 10.0
+"""Time in which a request must arrive, and its answer must be read."""
+MOST_CONNECTIONS = 16
+"""Connections at a time; each holds a thread."""
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
 COMPARISON = "comparison.html"
 
 
@@ -107,6 +122,37 @@ def serve(addresses: Sequence[str], port: int) -> None:
             print("ended")
 
 
+class PageServer(ThreadingHTTPServer):
+    """Closes connections beyond `MOST_CONNECTIONS`, and those whose request comes too slowly."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+        super().__init__(address, handler)
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # The handler's own limit is that of each piece.
+        def stop_reading() -> None:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RD)
+
+        timer = threading.Timer(REQUEST_SECONDS, stop_reading)
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: the client has gone, or was too slow."""
+
+
 def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
     """Return a server of the page of the runs at some addresses.
 
@@ -115,10 +161,13 @@ def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_SECONDS
+
         def do_GET(self) -> None:
             # A page of another site may give its own name this machine's address, and then read
             # what is served here.
-            if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
+            hosts = [host.partition(":")[0] for host in self.headers.get_all("Host", [])]
+            if hosts not in ([HOST], ["localhost"]):
                 self.respond(403, "open this page by its address 127.0.0.1")
             elif self.path != "/":
                 self.respond(404, "there is only /")
@@ -128,9 +177,9 @@ def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
         def respond(self, code: int, content: str) -> None:
             body = content.encode()
             self.send_response(code)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
+            for name, value in HEADERS.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
             self.end_headers()
             self.wfile.write(body)
 
@@ -138,7 +187,7 @@ def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
             """Print nothing: a page that reloads itself would fill the terminal."""
 
     try:
-        return ThreadingHTTPServer((HOST, port), Handler)
+        return PageServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
         raise InputError(
             f"port {port} cannot be used",
