@@ -22,8 +22,9 @@ sys.path.insert(0, str(DOCS.parent))
 
 from tpu_rl import rewards, wings
 from tpu_rl.algos import ALGORITHMS, NAMES
-from tpu_rl.commands import config, model_card
+from tpu_rl.commands import config
 from tpu_rl.commands.presets import PRESETS
+from tpu_rl.commands.tools import model_card
 
 FOLDER = DOCS / "methods"
 REWARDS_PAGE = DOCS / "reference" / "rewards.md"

@@ -15,9 +15,9 @@ from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import finish, model_card, run
+from tpu_rl.commands import finish, run
 from tpu_rl.commands.config import FileData
-from tpu_rl.commands.tools import export
+from tpu_rl.commands.tools import export, model_card
 from tpu_rl.errors import InputError
 from tpu_rl.tasks import arithmetic
 

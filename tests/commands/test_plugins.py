@@ -8,7 +8,8 @@ import pytest
 from tests.fixtures.runs import TINY, rows_of
 from tpu_rl import algos
 from tpu_rl.algos import GrpoConfig, GspoConfig, plugins
-from tpu_rl.commands import config, model_card, run
+from tpu_rl.commands import config, run
+from tpu_rl.commands.tools import model_card
 from tpu_rl.errors import InputError
 
 HALVED = """

@@ -349,6 +349,11 @@ class ExperimentConfig:
         return terms.names_of(self.reward_terms)
 
     @property
+    def converses(self) -> bool:
+        """Whether an environment or an agent talks to the policy."""
+        return bool(self.environment or self.agent)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The phases, then `algorithm`, with their steps if no phase ends early."""
         return self.stages_ended(())

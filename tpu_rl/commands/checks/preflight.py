@@ -422,7 +422,7 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             )
         if spec.kind is not QExamples:
             require_full_batch(train, config.batch.prompts)
-        is_prompt_all = not (config.environment or config.agent)
+        is_prompt_all = not config.converses
         warnings += files.warnings(train, held_out, compares_prompts=is_prompt_all)
         first_rows += train[:1]
         if _learns_messages(stage):

@@ -17,10 +17,11 @@ from typing import Literal, NamedTuple
 import tyro
 
 from tpu_rl import models
-from tpu_rl.commands import model_card, roles
+from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.commands.saved_run import load_run
+from tpu_rl.commands.tools import model_card
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.models.hf import hub
 from tpu_rl.rewards import reward_model
