@@ -260,7 +260,8 @@ def check_context(sampling: SamplingConfig, context: Any, config_path: Path) -> 
             f"a prompt with its completion may have {prompt_tokens} + {new_tokens} tokens",
             where="--sampling.max-prompt-tokens, --sampling.max-new-tokens",
             why=f"the model's context is {context} (max_position_embeddings in {config_path})",
-            fix=f"lower one of them, so that together they are at most {context}",
+            fix=f"lower one of them, so that together they are at most {context}, such as "
+            f"--sampling.max-prompt-tokens {context // 2} --sampling.max-new-tokens {context // 2}",
         )
 
 
