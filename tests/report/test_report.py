@@ -17,7 +17,7 @@ from tests.fixtures.run_folders import (
 )
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.report import completion_pages, pictures, run_data
+from tpu_rl.report import completion_pages, explorer, pictures, run_data
 from tpu_rl.report.series import MAX_POINTS
 
 
@@ -44,8 +44,15 @@ REFRESH = '<meta http-equiv="refresh"'
 
 
 def page(run_dir) -> str:
+    """Return the page without its own script and what that reads, which are checked here."""
     report.write_report(run_dir)
-    return (run_dir / "report.html").read_text()
+    text = (run_dir / "report.html").read_text()
+    assert text.count(f"<script>{explorer.SCRIPT}</script>") == 1
+    text = text.replace(f"<script>{explorer.SCRIPT}</script>", "")
+    part = text[text.index('<section id="explore">') :].partition("</section>")[0]
+    assert part.count("<script type=") == part.count("<script") == 1
+    assert len(part) < 200_000
+    return text.replace(part, "")
 
 
 def titles(text: str) -> list[str]:

@@ -5,6 +5,7 @@ run_data, series  the rows of a run, as the page reads them
 chart_list        the charts of metrics
 charts, axes      charts as SVG
 completion_pages  completions with the numbers of their tokens
+explorer          any metric over any axis, and tables that are sorted
 pictures          pictures of samples, with the coordinates of answers
 several           several runs on one page
 html_page         the frame of the page
