@@ -217,3 +217,35 @@ def test_the_table_of_runs_is_sorted_by_a_click(page, comparison):
     rising = page.evaluate(names)
     page.evaluate(click)
     assert page.evaluate(names) == rising[::-1] != rising
+
+
+FIND = """(text, low, high) => {
+  const form = document.querySelector('#search');
+  Object.assign(form.elements.text, {value: text});
+  form.elements.low.value = low; form.elements.high.value = high;
+  form.dispatchEvent(new Event('input'));
+  const shown = [...document.querySelectorAll('#found li:not([hidden])')];
+  return [document.querySelector('#count').textContent, shown.length];
+}"""
+
+
+def test_completions_are_found_by_text_reward_prompt_and_tag(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    rows = [sample(step, i, 3) | {"reward": i / 10} for step in (1, 2, 3) for i in range(8)]
+    rows[5] |= {"completion": "needle in hay", "by": "opponent"}
+    rows[6] |= {"completion": f"{'long ' * 50} thread"}
+    write_lines(folder / "samples.jsonl", rows)
+    report.write_report(folder)
+    page.open(folder / "report.html")
+    for words, low, high, count in (
+        ("", "", "", 24),
+        ("NEEDLE hay", "", "", 1),
+        ("thread", "", "", 1),
+        ("opponent", "", "", 1),
+        ("23 + 41", "", "", 3),
+        ("", 0.25, 0.45, 6),
+        ("needle", 0.6, "", 0),
+    ):
+        found = page.evaluate(f"({FIND})({json.dumps(words)}, '{low}', '{high}')")
+        assert found == [f"{count} completions", count]
+    assert page.log == []

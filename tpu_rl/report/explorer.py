@@ -138,7 +138,9 @@ SCRIPT = """
     const [low, high] = ['low', 'high'].map(name => parseFloat(search.elements[name].value));
     let count = 0;
     for (const item of document.querySelectorAll('#found li')) {
-      const text = item.textContent.toLowerCase(), reward = parseFloat(item.dataset.reward);
+      const page = one(item.firstChild.getAttribute('href')).textContent;
+      const text = (item.textContent + page).toLowerCase();
+      const reward = parseFloat(item.dataset.reward);
       item.hidden = !words.every(word => text.includes(word)) ||
         !isNaN(low) && !(reward >= low) || !isNaN(high) && !(reward <= high);
       count += !item.hidden;

@@ -128,7 +128,7 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         _learning(run),
         explorer.section([run], [run.name]),
         _guided(run),
-        _completions(run, completion_pages.extremes(steps)),
+        _completions(run, completion_pages.search(steps) + completion_pages.extremes(steps)),
         html_page.section("Optimization", moving, flat),
         _performance(run),
         _faults(run),
