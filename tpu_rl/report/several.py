@@ -47,7 +47,7 @@ def build_comparison(
             fix=f"name 2 to {MOST}",
         )
     runs = [read_run(Path(folder), live=refresh_seconds is not None) for folder in run_dirs]
-    names = _names([Path(folder) for folder in run_dirs])
+    names = names_of([Path(folder) for folder in run_dirs])
     if all(run.summary for run in runs):
         refresh_seconds = None
     sections = [
@@ -62,14 +62,14 @@ def build_comparison(
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     return [
-        html_page.section("Learning", _overlaid(runs, names, HEADLINES)),
-        html_page.section("Completions", _overlaid(runs, names, BEHAVIOR)),
-        html_page.section("Optimization", _overlaid(runs, names, OPTIMIZATION)),
-        html_page.section("Performance", _overlaid(runs, names, (THROUGHPUT,))),
+        html_page.section("Learning", overlaid(runs, names, HEADLINES)),
+        html_page.section("Completions", overlaid(runs, names, BEHAVIOR)),
+        html_page.section("Optimization", overlaid(runs, names, OPTIMIZATION)),
+        html_page.section("Performance", overlaid(runs, names, (THROUGHPUT,))),
     ]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def names_of(folders: Sequence[Path]) -> list[str]:
     """Return the names of folders, with that of the folder above where two would be the same."""
     names = [folder.absolute().name for folder in folders]
     if len(set(names)) == len(names):
@@ -98,7 +98,7 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
     return f'<header>{heading}<div class="overview">{table}</div></header>'
 
 
-def _overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
+def overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
     """Return a chart for each metric that a run has, with a line for each run."""
     figures = []
     for chart in chart_list:
