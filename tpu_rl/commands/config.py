@@ -560,8 +560,8 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
         InputError: if a flag is unknown, or its value has another type.
     """
     for index, flag in enumerate(flags):
-        # Behind a flag of several values, such as --reward, it would be one more of them.
-        is_setting = flag.startswith("--") or not index or flag_names.is_of_verl(flag)
+        # One of Hydra's behind a flag of several values, such as --reward, would be one of them.
+        is_setting = not index or re.match(r"--|[+~]{0,2}[a-z_]+(\.[a-z_]+)+=", flag)
         remedy = flag_names.remedy(flag) if is_setting else None
         if remedy is not None:
             name = flag.partition("=")[0]

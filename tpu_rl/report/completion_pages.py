@@ -280,8 +280,6 @@ def search(steps: Sequence[Samples]) -> str:
                 f'<li{known}><a href="#step-{step}-{place}"><b>{html_page.number(reward)}</b>'
                 f"<small>step {step} {tags}</small> {prompt} → <span>{completion}</span></a></li>"
             )
-    if not items:
-        return ""
     return (
         '<details><summary>Search completions</summary><form id="search" class="lead">'
         '<input name="text" placeholder="words of text, prompt or tag" aria-label="words"> reward '

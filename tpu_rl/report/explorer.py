@@ -182,8 +182,8 @@ SCRIPT = """
       return {name: run.name, group: run.group, x: [x], y: [values.at(-1)]};
     }).filter(line => line.x.every(isFinite));
     if (form.seeds && form.seeds.checked) {
-      const groups = Map.groupBy ? Map.groupBy(lines, line => line.group) :
-        lines.reduce((all, l) => all.set(l.group, [...(all.get(l.group) || []), l]), new Map());
+      const groups = lines.reduce(
+        (all, of) => all.set(of.group, [...(all.get(of.group) || []), of]), new Map());
       lines = [...groups.values()].map(of => {
         const end = Math.min(...of.map(line => line.x.at(-1)));
         const x = of[0].x.filter(value => value <= end);

@@ -31,8 +31,7 @@ class Page(NamedTuple):
 
 def page_of(folders: Sequence[Path]) -> Page:
     """Return the report of a run, or the page of several."""
-    several = len(folders) > 1
-    return Page(build_comparison(folders) if several else build_page(folders[0]))
+    return Page(build_comparison(folders) if folders[1:] else build_page(folders[0]))
 
 
 def charts_of(folders: Sequence[Path], metrics: Sequence[str]) -> Page:
@@ -52,10 +51,5 @@ def charts_of(folders: Sequence[Path], metrics: Sequence[str]) -> Page:
     chosen = [Chart(name, "", {name: ""}) for name in metrics] or HEADLINES
     names = names_of(folders)
     figures = list(filter(None, overlaid(runs, names, chosen)))
-    keys = "".join(
-        f'<span class="key c{number % 6}">{html.escape(name)}</span>'
-        for number, name in enumerate(names)
-    )
-    legend = f'<div class="keys">{keys}</div>' if len(names) > 1 else ""
-    page = document(" · ".join(names), [legend + html_page.section("", figures)])
+    page = document(" · ".join(names), [html_page.section("", figures)])
     return Page(page, 140 + 250 * -(-len(figures) // 2))

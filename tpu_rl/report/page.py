@@ -270,13 +270,14 @@ def _facts(run: Run) -> str:
     last = run.rows[-1]
     memory = run.series("perf/peak_memory")
     planned_steps = run.config.get("steps", last["step"])
+    method = run.setting("algorithm", "kind").removesuffix("Config")
     is_done = last["step"] >= planned_steps
     facts = {
         "steps": f"{last['step']}" if is_done else f"{last['step']} of {planned_steps}",
         "duration": html_page.duration(run.summary.get("seconds", last["time"] - first["time"])),
         "device": run.summary.get("device"),
         "peak memory": f"{memory.y.max() / 2**30:.2f} GiB" if memory else "",
-        "algorithm": _method(run.setting("algorithm", "kind").removesuffix("Config")),
+        "algorithm": method.upper() if method in ACRONYMS else method,
         "model": Path(run.setting("model", "path")).name,
         "seed": run.config.get("seed"),
     }
@@ -286,11 +287,6 @@ def _facts(run: Run) -> str:
         if value not in (None, "")
     )
     return f"<dl class='facts'>{tiles}</dl>"
-
-
-def _method(name: str) -> str:
-    """Return a method as papers write it: GRPO for Grpo."""
-    return name.upper() if name in ACRONYMS else name
 
 
 def _headline_series(run: Run) -> tuple[Series | None, str | None]:

@@ -25,6 +25,8 @@ HEADLINES = (
     Chart("Reward", "Mean of a step's completions.", {"reward/mean": ""}),
     *(Chart("Loss", name, {name: ""}) for name in LOSSES),
 )
+SECTIONS = {"Learning": HEADLINES, "Completions": BEHAVIOR, "Optimization": OPTIMIZATION}
+SECTIONS |= {"Performance": (THROUGHPUT,)}
 
 
 def build_comparison(
@@ -56,17 +58,11 @@ def build_comparison(
         explorer.settings_table(runs, names),
     ]
     if len(runs) <= MOST_LINES:
-        sections += _charts(runs, names)
+        sections += [
+            html_page.section(title, overlaid(runs, names, chart_list))
+            for title, chart_list in SECTIONS.items()
+        ]
     return document(" · ".join(names), sections, refresh_seconds)
-
-
-def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    return [
-        html_page.section("Learning", overlaid(runs, names, HEADLINES)),
-        html_page.section("Completions", overlaid(runs, names, BEHAVIOR)),
-        html_page.section("Optimization", overlaid(runs, names, OPTIMIZATION)),
-        html_page.section("Performance", overlaid(runs, names, (THROUGHPUT,))),
-    ]
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -83,11 +83,6 @@ def library_of(*settings: str) -> str | None:
     return next(iter(libraries), "TRL" if TRL.keys() & {*names} else None)
 
 
-def is_of_verl(word: str) -> bool:
-    """Return True for a setting as Hydra writes it, such as "+data.train_files=a"."""
-    return bool(re.match(r"[+~]{0,2}[a-z_]+(\.[a-z_]+)+=", word))
-
-
 def arguments(flag: str, value: Any) -> list[str]:
     """Return the command-line arguments that set one flag to a Python value."""
     if isinstance(value, bool):
