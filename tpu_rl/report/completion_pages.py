@@ -543,7 +543,7 @@ body:has(.page:target) main > :not(.pages) { display: none; }
 .colors .lead { margin: 4px 0 0; }
 .page nav { padding: 12px 0; font-size: 13px; } .page nav a, .links a { margin-right: 14px; }
 .page h2 { border: 0; padding: 0; }
-.page a, .links a { color: var(--blue); text-decoration: none; }
+.page a, .links a { color: var(--blue); } .page a, .links a, .list a { text-decoration: none; }
 .list { list-style: none; margin: 0; padding: 0; }
 .list a {
   display: block; padding: 10px 4px; border-top: 1px solid var(--line); color: var(--ink);
