@@ -11,6 +11,6 @@ __version__ = "0.1.0"
 # Loading the folder `train` binds its name here. It is loaded first: the name is the function's.
 importlib.import_module("tpu_rl.train")
 
-from tpu_rl.commands.python_run import Run, train  # noqa: E402
+from tpu_rl.commands.python_run import Run, compare, train  # noqa: E402
 
-__all__ = ["Run", "train"]
+__all__ = ["Run", "compare", "train"]

@@ -165,6 +165,26 @@ def test_gold_that_its_own_reward_rejects_is_named(
     assert f"gold of {len(rows)} rows" in printed.out
 
 
+def test_where_an_environment_answers_rewards_are_tried_on_messages(checkpoint, tmp_path, capsys):
+    """As the run hands them over, also where the prompt is a text."""
+    environment = tmp_path / "game.py"
+    environment.write_text(
+        "class Echo:\n"
+        "    def reset(self, **row):\n"
+        "        return None\n"
+        "    def step(self, text):\n"
+        "        return text, 0.0, True, {}\n"
+    )
+    flags = ["--environment", f"{environment}:Echo", "--sampling.max-observation-tokens", "4"]
+    of_messages = [*flags, "--reward", "{reward}:of_messages"]
+    assert inspect(checkpoint, tmp_path, "grpo", ROWS["grpo"], *of_messages) == 0
+    assert "of_messages fails" not in capsys.readouterr().err
+    of_texts = [*flags, "--reward", "{reward}:of_texts"]
+    assert inspect(checkpoint, tmp_path, "grpo", ROWS["grpo"], *of_texts) == 2
+    assert "AttributeError: 'list' object has no attribute 'strip'" in capsys.readouterr().err
+    assert inspect(checkpoint, tmp_path, "grpo", ROWS["grpo"], "--reward", "{reward}:of_texts") == 0
+
+
 def test_the_last_answer_of_a_held_out_conversation_is_what_is_evaluated(
     checkpoint, tmp_path, capsys
 ):

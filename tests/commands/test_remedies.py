@@ -122,9 +122,10 @@ def test_files_of_other_libraries_are_named(tmp_path, capsys, library):
         assert library in "".join(capsys.readouterr())
 
 
-def test_settings_in_the_form_of_hydra_are_named(capsys):
+@pytest.mark.parametrize("behind", [[], ["--reward", "gsm8k"]])
+def test_settings_in_the_form_of_hydra_are_named(capsys, behind):
     try:
-        run.main(["grpo", "data.train_files=a.parquet", "algorithm.adv_estimator=grpo"])
+        run.main(["grpo", *behind, "data.train_files=a.parquet", "+algorithm.adv_estimator=grpo"])
     except TpuRlError as error:
         print(error, error.fix)
-    assert "verl" in "".join(capsys.readouterr())
+    assert "data.train_files is a setting of verl" in "".join(capsys.readouterr())

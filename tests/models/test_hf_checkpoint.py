@@ -327,6 +327,12 @@ def test_hub_ids_come_from_the_local_cache(saved, tmp_path, monkeypatch):
             models.load(name)
     with pytest.raises(InputError, match="no such model directory"):
         models.load(tmp_path / "absent")
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="the folder runs of runs holds no nope") as error:
+        models.load("runs/nope")
+    assert "give one of one" in error.value.fix
 
 
 @pytest.mark.slow

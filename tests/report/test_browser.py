@@ -48,6 +48,7 @@ def is_shown(page, selector: str) -> bool:
 def test_a_page_is_drawn_without_complaints(page, run_dir):
     page.open(run_dir / "report.html")
     assert page.log == []
+    page.evaluate("document.querySelectorAll('details').forEach(part => { part.open = true; })")
     heights = page.evaluate("[...document.querySelectorAll('.chart')].map(c => c.offsetHeight)")
     assert len(heights) > 10
     assert min(heights) > 100
@@ -174,4 +175,77 @@ def test_a_live_page_reloads_itself_and_stops_at_the_end(page, run_dir, tmp_path
     (tmp_path / "finished" / "report.html").replace(folder / "report.html")
     page.wait_for("document.querySelector('h1')?.textContent == 'finished'")
     assert page.evaluate("document.querySelector('script')") is None
+    assert page.log == []
+
+
+CHOOSE = """(y, x) => {
+  const form = document.querySelector('#explore form');
+  form.elements.y.value = y; form.elements.x.value = x;
+  form.dispatchEvent(new Event('input'));
+  return [...document.querySelectorAll('#explore svg > .line, #explore svg > circle')].length;
+}"""
+
+
+def test_any_metric_is_drawn_over_any_axis_and_seeds_as_one_line(page, tmp_path):
+    runs = []
+    for rate, seed in ((0.1, 1), (0.1, 2), (0.2, 1)):
+        run = make_run(tmp_path / f"rate{rate}_seed{seed}", steps=STEPS)
+        text = f"seed: {seed}\noptimizer: {{learning_rate: {rate}}}\nsame: 1\n"
+        (run / "config.yaml").write_text(text)
+        runs.append(run)
+    file = tmp_path / "comparison.html"
+    file.write_text(report.build_comparison(runs), encoding="utf-8")
+    page.open(file)
+    assert page.log == []
+    for axis in "012":
+        assert page.evaluate(f"({CHOOSE})('reward/mean', '{axis}')") == 3
+    assert page.evaluate(f"({CHOOSE})('reward/mean', 'soptimizer.learning_rate')") == 3
+    assert page.evaluate("document.querySelectorAll('#explore svg circle').length") == 3
+    page.evaluate("document.querySelector('[name=seeds]').checked = true")
+    assert page.evaluate(f"({CHOOSE})('reward/mean', '0')") == 2
+    assert page.evaluate("document.querySelectorAll('#explore svg .band').length") == 2
+    settings = page.evaluate("document.querySelectorAll('section')[1].textContent")
+    assert "optimizer.learning_rate0.10.10.2" in settings
+    assert "1 equal settings" in settings
+
+
+def test_the_table_of_runs_is_sorted_by_a_click(page, comparison):
+    page.open(comparison)
+    names = "[...document.querySelectorAll('.sortable td:first-child')].map(c => c.textContent)"
+    click = "document.querySelector('.sortable th').click()"
+    page.evaluate(click)
+    rising = page.evaluate(names)
+    page.evaluate(click)
+    assert page.evaluate(names) == rising[::-1] != rising
+
+
+FIND = """(text, low, high) => {
+  const form = document.querySelector('#search');
+  Object.assign(form.elements.text, {value: text});
+  form.elements.low.value = low; form.elements.high.value = high;
+  form.dispatchEvent(new Event('input'));
+  const shown = [...document.querySelectorAll('#found li:not([hidden])')];
+  return [document.querySelector('#count').textContent, shown.length];
+}"""
+
+
+def test_completions_are_found_by_text_reward_prompt_and_tag(page, tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    rows = [sample(step, i, 3) | {"reward": i / 10} for step in (1, 2, 3) for i in range(8)]
+    rows[5] |= {"completion": "needle in hay", "by": "opponent"}
+    rows[6] |= {"completion": f"{'long ' * 50} thread"}
+    write_lines(folder / "samples.jsonl", rows)
+    report.write_report(folder)
+    page.open(folder / "report.html")
+    for words, low, high, count in (
+        ("", "", "", 24),
+        ("NEEDLE hay", "", "", 1),
+        ("thread", "", "", 1),
+        ("opponent", "", "", 1),
+        ("23 + 41", "", "", 3),
+        ("", 0.25, 0.45, 6),
+        ("needle", 0.6, "", 0),
+    ):
+        found = page.evaluate(f"({FIND})({json.dumps(words)}, '{low}', '{high}')")
+        assert found == [f"{count} completions", count]
     assert page.log == []

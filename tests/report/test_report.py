@@ -17,7 +17,7 @@ from tests.fixtures.run_folders import (
 )
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.report import completion_pages, pictures, run_data
+from tpu_rl.report import completion_pages, explorer, pictures, run_data
 from tpu_rl.report.series import MAX_POINTS
 
 
@@ -44,8 +44,15 @@ REFRESH = '<meta http-equiv="refresh"'
 
 
 def page(run_dir) -> str:
+    """Return the page without its own script and what that reads, which are checked here."""
     report.write_report(run_dir)
-    return (run_dir / "report.html").read_text()
+    text = (run_dir / "report.html").read_text()
+    assert text.count(f"<script>{explorer.SCRIPT}</script>") == 1
+    text = text.replace(f"<script>{explorer.SCRIPT}</script>", "")
+    part = text[text.index('<section id="explore">') :].partition("</section>")[0]
+    assert part.count("<script type=") == part.count("<script") == 1
+    assert len(part) < 200_000
+    return text.replace(part, "")
 
 
 def titles(text: str) -> list[str]:
@@ -343,11 +350,11 @@ def test_points_of_curves_lead_to_steps_and_these_to_completions(tmp_path):
     assert links == [f"step-{step}" for step in range(1, 13)]
     assert 'href="#step-4-2"' in page_of(text, "step-4")
     completion = page_of(text, "step-4-2")
-    assert "&lt;|user|&gt;23 + 41" in completion
+    assert "&lt;|user|&gt;19 + 29" in completion
     assert '<div class="tokens A3"><i title="log-prob -0 · entropy 0">ans</i>' in completion
     last = 'class="l2 e2 g3" title="log-prob -0.3 · entropy 0.3 · sampler-trainer gap 0.001"'
     assert f"<i {last}>&lt;eos&gt;</i>" in completion
-    assert "<tr><td>correct</td><td>0</td></tr>" in completion
+    assert "<tr><td>correct</td><td>1</td></tr>" in completion
     assert "<tr><td>advantage</td><td>-0.8</td></tr>" in completion
     # Every link leads somewhere.
     targets = set(re.findall(r'\bid="([^"]*)"', text))
@@ -376,6 +383,26 @@ def test_groups_stand_side_by_side_and_completions_are_found(tmp_path):
     assert "step 1: 0.8, 9 tokens" in found
 
 
+def test_all_kept_completions_of_a_short_run_have_a_page_with_their_story(tmp_path):
+    folder = make_run(tmp_path / "run", steps=40)
+    call = {"function": {"name": "look_up", "arguments": "{}"}}
+    talk = [{"role": "assistant", "content": "<b>", "tool_calls": [call]}, {"role": "tool"}, 7]
+    rows = [
+        sample(step, group, 40) | {"group": group, "reward": place / 4, "messages": talk}
+        for step in range(1, 41)
+        for group in range(8)
+        for place in range(4)
+    ]
+    write_lines(folder / "samples.jsonl", rows)
+    text = page(folder)
+    assert len(re.findall(r'id="step-[0-9]+-[0-9]+"', text)) == 40 * 32
+    assert len(text) < 1.3 * completion_pages.PAGE_BYTES
+    completion = page_of(text, "step-7-31")
+    assert "<tr><td>its group</td><td>0.75, 0.5, 0.25, 0; mean 0.375</td></tr>" in completion
+    assert "<b>assistant</b> <span>&lt;b&gt;\n{&quot;function&quot;" in completion
+    assert "look_up" in completion
+
+
 def test_pages_of_long_completions_are_few_and_bounded(tmp_path):
     folder = make_run(tmp_path / "run", steps=100)
     rows = [
@@ -386,11 +413,11 @@ def test_pages_of_long_completions_are_few_and_bounded(tmp_path):
     write_lines(folder / "samples.jsonl", rows)
     text = page(folder)
     steps = [int(step) for step in re.findall(r'class="page" id="step-([0-9]+)"', text)]
-    assert len(steps) == completion_pages.MIN_STEPS
+    assert completion_pages.MIN_STEPS < len(steps) < 30
     assert steps[-4:] == [97, 98, 99, 100]
     assert text.count("<i title=") + text.count('<i class="l') < completion_pages.MAX_TOKENS + 99
     assert "The first 500 of 700 tokens" in text
-    assert len(text) < 1_500_000
+    assert len(text) < 1.3 * completion_pages.PAGE_BYTES
 
 
 def test_pages_of_a_large_file_are_spread_over_the_run(tmp_path):
@@ -545,7 +572,7 @@ def test_charts_show_numbers_where_the_pointer_is(tmp_path):
 
 def test_long_runs_have_small_pages(tmp_path):
     text = page(make_run(tmp_path / "run", steps=3000))
-    assert len(text) < 600_000
+    assert len(text) < completion_pages.PAGE_BYTES
     assert "steps 1 to 25, mean" in figure(text, "Length")
 
 

@@ -68,3 +68,25 @@ def test_metrics_if_no_completion_is_scored():
 def test_zero_std_groups_is_absent_for_groups_of_one():
     scored = score_prompts(["12"], {"digit": digit}, group_size=1)
     assert "reward/zero_std_groups" not in records.metrics(scored)
+
+
+def test_rows_of_data_are_recorded_without_a_reward():
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    judged = {"prompt": "1+1=", "completion": "2", "label": True}
+    of_pair, of_talk, of_judged, last = records.of_data([pair, talk, judged, judged, judged], 3)
+    assert of_pair["completion"] == "2"
+    assert of_pair["rejected"] == "3"
+    assert of_talk["prompt"] == "user: a"
+    assert of_talk["completion"] == "assistant: b"
+    assert of_judged["label"] is True
+    assert {"step": 3, "reward": None, "source": "data"}.items() <= last.items()
+
+
+def test_what_nothing_rewards_has_no_reward():
+    silent = score_prompts(["18"], {}, group_size=2)
+    assert not {"reward/mean", "reward/zero_std_groups"} & records.metrics(silent).keys()
+    assert records.records(silent, 1)[0]["reward"] is None
+    zeros = score_prompts(["18"], {"none": lambda completions: [0.0] * 2}, group_size=2)
+    assert records.metrics(zeros)["reward/mean"] == 0
+    assert records.records(zeros, 1)[0]["reward"] == 0

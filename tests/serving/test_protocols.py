@@ -76,7 +76,7 @@ class Running:
         scores = [
             Scores(np.array([-1, -2], "f4"), np.array([[5, 6]] * 2), np.array([[-1, -3]] * 2))
         ]
-        application = app.App(
+        self.application = app.App(
             self.pump,
             TOKENIZER,
             "tiny",
@@ -87,7 +87,9 @@ class Running:
                 Scores(s.log_probs, s.top_ids[:, :top], s.top_log_probs[:, :top]) for s in scores
             ],
         )
-        self.server = server.Server(routes.application(application), server.bind("127.0.0.1", 0))
+        self.server = server.Server(
+            routes.application(self.application), server.bind("127.0.0.1", 0)
+        )
         self.server.start()
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self.decode, daemon=True)
@@ -418,3 +420,25 @@ def test_the_clients_of_both_vendors_read_streams_with_calls(running):
     assert (message.content[0].name, message.stop_reason) == ("look", "tool_use")
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=root, api_key="no", max_retries=0).messages.create(**body)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_other_models_are_refused_where_the_name_is_required(running, path, monkeypatch, capsys):
+    """Otherwise each is printed once, because tools often ask for a fixed name."""
+    monkeypatch.setattr(running.application, "has_page", True)
+    name = f"gpt-4o{path}\x1b"
+    for _ in range(2):
+        status, answer = running.ask(path, BODIES[path] | {"model": name})
+        assert status == 200
+        assert answer["model"] == "tiny"
+    assert running.ask(path, BODIES[path] | {"model": "tiny"})[0] == 200
+    printed = capsys.readouterr().err
+    assert printed.count("is answered by tiny") == 1
+    assert f"gpt-4o{path}" in printed
+    assert "\x1b" not in printed
+    monkeypatch.setattr(running.application, "requires_name", True)
+    status, answer = running.ask(path, BODIES[path] | {"model": "gpt-4o"})
+    assert status == 404
+    assert "The model 'gpt-4o' does not exist; there is 'tiny'" in answer["error"]["message"]
+    assert running.ask(path, BODIES[path] | {"model": "tiny"})[0] == 200
+    assert running.ask(path, BODIES[path])[0] == 200

@@ -1,6 +1,7 @@
 """The console command `tpu-rl`: all commands, from any folder.
 
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
+tpu-rl run [PRESET|METHOD] --help [WORD]    the flags that most runs need, or those about a word
 tpu-rl evaluate|serve|chat|export|plan|report|doctor|verify|check   as python launch/NAME.py
 tpu-rl recipe FILE.yaml                     the same as python launch/recipe.py FILE.yaml
 tpu-rl combine --to DIR A=0.5 B=0.5         the same as python launch/combine.py

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import io
 import itertools
@@ -43,7 +44,7 @@ from tpu_rl.models import LoraConfig
 from tpu_rl.plain_values import fields_of, from_dict, to_dict
 from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
-from tpu_rl.runtime import cluster, profiler
+from tpu_rl.runtime import profiler
 from tpu_rl.runtime.watchdog import WatchdogConfig
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.train.optimizers import OptimizerConfig
@@ -354,6 +355,11 @@ class ExperimentConfig:
         return self.batch.staleness + 1 if self.sampling.during_updates else 1
 
     @property
+    def converses(self) -> bool:
+        """Whether an environment or an agent talks to the policy."""
+        return bool(self.environment or self.agent)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The phases, then `algorithm`, with their steps if no phase ends early."""
         return self.stages_ended(())
@@ -416,8 +422,14 @@ def parse(argv: list[str]) -> ExperimentConfig:
     if name is not None:
         default = with_algorithm(default, name)
     epochs, flags = take_flag(flags, EPOCHS_FLAG)
-    if not {"-h", "--help"}.isdisjoint(flags):
-        print(help_text.short_help(chosen, default, preset_names()))
+    if not {"-h", "--help", "--help-all"}.isdisjoint(flags):
+        following = list(itertools.dropwhile(lambda flag: flag not in ("-h", "--help"), flags))[1:]
+        words = list(itertools.takewhile(lambda word: not word.startswith("-"), following))
+        if words or "--help-all" in flags:
+            every = help_text.settings(functools.partial(parse_flags, default, chosen, ["--help"]))
+            print(help_text.matches(every, words) if words else help_text.aligned(every))
+        else:
+            print(help_text.short_help(chosen, default, preset_names()))
         raise SystemExit(0)
     gives_file = any(flag.partition("=")[0] == "--data.path" for flag in flags)
     if gives_file and not isinstance(default.data, FileData):
@@ -553,7 +565,9 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
         InputError: if a flag is unknown, or its value has another type.
     """
     for index, flag in enumerate(flags):
-        remedy = flag_names.remedy(flag) if flag.startswith("--") or not index else None
+        # One of Hydra's behind a flag of several values, such as --reward, would be one of them.
+        is_setting = not index or re.match(r"--|[+~]{0,2}[a-z_]+(\.[a-z_]+)+=", flag)
+        remedy = flag_names.remedy(flag) if is_setting else None
         if remedy is not None:
             name = flag.partition("=")[0]
             raise InputError(f"Unrecognized options: {name}", fix=remedy)
@@ -565,10 +579,8 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
             return tyro.cli(
                 ExperimentConfig,
                 default=default,
-                args=["--help" if flag == "--help-all" else flag for flag in flags],
+                args=flags,
                 prog=f"{typed_command('run')} {chosen}",
-                description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. "
-                f"{cluster.HELP}.",
                 config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as end:

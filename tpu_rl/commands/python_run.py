@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tpu_rl import wings
+
 if TYPE_CHECKING:
     from tpu_rl.tokenizers import Tokenizer
     from tpu_rl.types import Model, Params
@@ -55,6 +57,36 @@ class Run:
 
         model, params = models.load(self.model_dir, dtype=dtype, images=images)
         return model, params, tokenizers.load(self.model_dir)
+
+    def plot(self, *metrics: str) -> Any:
+        """Return charts of some metrics for a notebook; by default, of what runs are judged by."""
+        return compare([self]).plot(*metrics)
+
+    def _repr_html_(self) -> str:
+        return compare([self])._repr_html_()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side. A notebook shows their page."""
+
+    folders: tuple[Path, ...]
+
+    def plot(self, *metrics: str) -> Any:
+        """Return charts with a line for each run; by default, of what runs are judged by.
+
+        Raises:
+            InputError: if no run has one of the metrics.
+        """
+        return wings.MODULES["report"].charts_of(self.folders, metrics)
+
+    def _repr_html_(self) -> str:
+        return wings.MODULES["report"].page_of(self.folders)._repr_html_()
+
+
+def compare(runs: Sequence[Run | str]) -> Comparison:
+    """Set runs side by side, each a `Run` or its folder."""
+    return Comparison(tuple(Path(run) if isinstance(run, str) else run.run_dir for run in runs))
 
 
 def train(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from tpu_rl.data import Row
 from tpu_rl.data.encoding import bucket
 from tpu_rl.rollout import records
 from tpu_rl.rollout.scoring import Scored
@@ -97,9 +98,9 @@ def with_memories(source: Source, memories: Mapping[str, Memory]) -> Source:
     )
 
 
-def offline(data: Any) -> StepExperience:
-    """Return data that was not sampled: it has no metrics."""
-    return StepExperience(data, {}, [], [])
+def offline(data: Any, rows: Sequence[Row] = (), step: int = 0) -> StepExperience:
+    """Return data that was not sampled, made of rows: it has no metrics."""
+    return StepExperience(data, {}, records.of_data(rows, step), [])
 
 
 def from_scored(scored: Scored, step: int, data: Any = None) -> StepExperience:

@@ -5,12 +5,16 @@ run_data, series  the rows of a run, as the page reads them
 chart_list        the charts of metrics
 charts, axes      charts as SVG
 completion_pages  completions with the numbers of their tokens
+explorer          any metric over any axis, and tables that are sorted
 pictures          pictures of samples, with the coordinates of answers
 several           several runs on one page
+notebook          pages and charts in a notebook
 html_page         the frame of the page
 plots             PNG files
 """
 
+from tpu_rl.report.notebook import charts_of as charts_of
+from tpu_rl.report.notebook import page_of as page_of
 from tpu_rl.report.page import FILE as FILE
 from tpu_rl.report.page import build_page as build_page
 from tpu_rl.report.page import plot_learning_curve as plot_learning_curve

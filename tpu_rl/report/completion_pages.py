@@ -20,23 +20,33 @@ from tpu_rl.report import html_page
 from tpu_rl.report.pictures import STYLE as PICTURE_STYLE
 from tpu_rl.report.pictures import Pictures
 
-MAX_STEPS = 18
+MAX_STEPS = 100
 """Steps with a page, at most."""
+PAGE_BYTES = 3 << 20
+"""All pages together take about so much, at most: longer completions mean fewer steps."""
+READ_BYTES = 24 << 20
+"""Of a larger file of samples the steps of about so much are read."""
+BYTES_OF_TOKEN = 95
+BYTES_OF_COMPLETION = 1500
+"""What a token with numbers, and all else of a completion, take of a page."""
 MIN_STEPS = 6
 """Steps with a page however long completions are, at least."""
 LATEST_STEPS = 4
 """So many of them are the latest ones of the run."""
-COMPLETIONS = 8
+COMPLETIONS = 32
 """Completions of a step with a page, at most."""
 MOST_EXTREMES = 5
 """Completions that the report lists at each end of an order, such as the longest."""
-MAX_TOKENS = 9000
+MAX_TOKENS = 40_000
 """Tokens with numbers on all pages together, at most."""
 TOKENS_OF_COMPLETION = 500
 """Tokens with numbers of a completion, at most."""
 MAX_STEP_BYTES = 1 << 22
 """A step whose rows take more is read up to here."""
 CHARACTERS_IN_LIST = 160
+CHARACTERS_FOUND = 80
+TAGS = ("by", "source", "label", "error")
+"""Entries of a sample that its line shows."""
 
 
 class Measure(NamedTuple):
@@ -108,8 +118,11 @@ def read_steps(path: Path) -> list[Samples]:
     size = path.stat().st_size
     steps: dict[int, Samples] = {}
     with path.open("rb") as file:
-        for number in range(2 * MAX_STEPS):
-            file.seek(number * size // (2 * MAX_STEPS))
+        first = next(_whole_steps(file, skip=False, most=MAX_STEP_BYTES), [])
+        length = sum(len(json.dumps(row)) for row in first) or 1
+        probes = 2 * max(MIN_STEPS, min(MAX_STEPS, READ_BYTES // (2 * length)))
+        for number in range(probes):
+            file.seek(number * size // probes)
             if number:
                 file.readline()  # The rest of a line.
             whole = _whole_steps(file, skip=bool(number), most=MAX_STEP_BYTES)
@@ -157,9 +170,12 @@ def _rows(lines: Iterable[bytes], most: int) -> Iterator[dict[str, Any]]:
 def choose(steps: Sequence[Samples]) -> list[Samples]:
     """Return the steps and completions that get a page: fewer of them if they are long."""
     chosen = [_completions(samples) for samples in steps]
-    lengths = [_num_tokens(sample) for samples in chosen for sample in samples]
-    mean = sum(lengths) / max(len(lengths), 1)
-    fitting = int(MAX_TOKENS / max(COMPLETIONS * mean, 1))
+    size = sum(
+        BYTES_OF_COMPLETION + BYTES_OF_TOKEN * _num_tokens(sample)
+        for samples in chosen
+        for sample in samples
+    )
+    fitting = PAGE_BYTES * len(chosen) // max(size, 1)
     count = max(MIN_STEPS, min(MAX_STEPS, fitting))
     latest = chosen[-LATEST_STEPS:]
     earlier = chosen[: -len(latest)] if latest else []
@@ -234,7 +250,8 @@ def section(steps: Sequence[Samples], pictures: Pictures) -> str:
             share -= count
             tokens_left -= count
             shown = pictures.of_sample(sample)
-            pages.append(_completion_page(sample, place, len(samples), count, shown))
+            group = next(of for of in _groups(samples) if any(one is sample for one in of))
+            pages.append(_completion_page(sample, place, len(samples), count, shown, group))
     pages.append(pictures.definitions())
     return f'<section class="pages">{inputs}{bar}{"".join(pages)}</section>'
 
@@ -243,6 +260,34 @@ def step_links(steps: Sequence[int]) -> str:
     """Return links to the pages of steps."""
     links = " ".join(f'<a href="#step-{step}">{step}</a>' for step in steps)
     return f"<p class='lead links'>Steps with completions to look at: {links}</p>" if links else ""
+
+
+def search(steps: Sequence[Samples]) -> str:
+    """Return the list of all completions with a page, and the form that filters it."""
+    items = []
+    for samples in steps:
+        for place, sample in enumerate(samples):
+            step, reward = sample["step"], sample.get("reward")
+            known = f' data-reward="{reward:.6g}"' if _is_number(reward) else ""
+            tags = " ".join(
+                f"{name} {_line(str(sample[name]), CHARACTERS_FOUND)}"
+                for name in TAGS
+                if sample.get(name) not in (None, "")
+            )
+            prompt = _line(str(sample.get("prompt", "")), CHARACTERS_FOUND)
+            completion = _line(sample["completion"], CHARACTERS_FOUND)
+            items.append(
+                f'<li{known}><a href="#step-{step}-{place}"><b>{html_page.number(reward)}</b>'
+                f"<small>step {step} {tags}</small> {prompt} → <span>{completion}</span></a></li>"
+            )
+    return (
+        '<details><summary>Search completions</summary><form id="search" class="lead">'
+        '<input name="text" placeholder="words of text, prompt or tag" aria-label="words"> reward '
+        'from <input name="low" type="number" step="any" aria-label="least reward"> to '
+        '<input name="high" type="number" step="any" aria-label="highest reward"> '
+        f'<span id="count">{len(items)} completions</span></form>'
+        f'<ul id="found" class="list">{"".join(items)}</ul></details>'
+    )
 
 
 def extremes(steps: Sequence[Samples]) -> str:
@@ -326,10 +371,15 @@ def _line(text: str, most: int) -> str:
 
 
 def _completion_page(
-    sample: dict[str, Any], place: int, count: int, num_tokens: int, pictures: str
+    sample: dict[str, Any],
+    place: int,
+    count: int,
+    num_tokens: int,
+    pictures: str,
+    group: Samples,
 ) -> str:
-    """Return the page of a completion, with its pictures, and with numbers of its first
-    `num_tokens` tokens."""
+    """Return the page of a completion, with its pictures, its conversation, what its group earned,
+    and numbers of its first `num_tokens` tokens."""
     step = sample["step"]
     links = [f'<a href="#step-{step}">step {step}</a>']
     if place > 0:
@@ -350,7 +400,11 @@ def _completion_page(
     episode = sample.get("episode")
     if isinstance(episode, dict):
         facts |= {str(name).replace("_", " "): str(value) for name, value in episode.items()}
-    facts |= {name: str(sample[name]) for name in ("by", "error") if sample.get(name)}
+    earned = [other["reward"] for other in group if _is_number(other.get("reward"))]
+    if len(earned) > 1:
+        numbers = ", ".join(map(html_page.number, sorted(earned, reverse=True)))
+        facts["its group"] = f"{numbers}; mean {html_page.number(sum(earned) / len(earned))}"
+    facts |= {name: str(sample[name]) for name in TAGS if sample.get(name) not in (None, "")}
     table = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
         for name, value in facts.items()
@@ -364,6 +418,9 @@ def _completion_page(
             )
     else:
         completion = f"<div class='completion'>{html_page.text(sample['completion'])}</div>"
+    if sample.get("rejected"):
+        completion += f"<h3>Rejected</h3><div>{html_page.text(sample['rejected'])}</div>"
+    completion += _timeline(sample.get("messages"))
     name = f"completion {row}" if isinstance(row, int) else f"completion {place + 1}"
     prompt = sample.get("rendered") or sample.get("prompt", "")
     return (
@@ -372,6 +429,21 @@ def _completion_page(
         f"<div class='prompt'>{html_page.text(prompt)}</div>{completion}</div>"
         f"<table class='plain'>{table}</table></div></article>"
     )
+
+
+def _timeline(messages: Any) -> str:
+    """Return the turns of a conversation with an environment, with its calls of tools, as HTML."""
+    if not isinstance(messages, list):
+        return ""
+    turns = []
+    for message in messages:
+        if isinstance(message, dict):
+            calls = message.get("tool_calls") or []
+            parts = [message.get("content") or "", *(json.dumps(call) for call in calls)]
+            text = "\n".join(str(part) for part in parts if part)
+            role = html.escape(str(message.get("role", "")))
+            turns.append(f"<li><b>{role}</b> <span>{html_page.text(text)}</span></li>")
+    return f"<h3>Conversation</h3><ol class='turns'>{''.join(turns)}</ol>" if turns else ""
 
 
 def _navigation(links: Sequence[str]) -> str:
@@ -471,7 +543,7 @@ body:has(.page:target) main > :not(.pages) { display: none; }
 .colors .lead { margin: 4px 0 0; }
 .page nav { padding: 12px 0; font-size: 13px; } .page nav a, .links a { margin-right: 14px; }
 .page h2 { border: 0; padding: 0; }
-.page a, .links a { color: var(--blue); text-decoration: none; }
+.page a, .links a { color: var(--blue); } .page a, .links a, .list a { text-decoration: none; }
 .list { list-style: none; margin: 0; padding: 0; }
 .list a {
   display: block; padding: 10px 4px; border-top: 1px solid var(--line); color: var(--ink);
@@ -484,6 +556,7 @@ body:has(.page:target) main > :not(.pages) { display: none; }
 .list span, .list small {
   font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px;
 }
+.turns li { border-top: 1px solid var(--line); padding: 6px 0; white-space: pre-wrap; }
 .beside { display: grid; grid-template-columns: minmax(0, 1fr) 260px; gap: 28px; }
 .beside .prompt { overflow-wrap: anywhere; }
 .beside .completion, .tokens { margin-top: 10px; overflow-wrap: anywhere; }

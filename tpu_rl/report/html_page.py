@@ -1,9 +1,9 @@
 """The frame of report.html, its style sheet and its elements.
 
 The page has one column of figures on a phone and two elsewhere, and is dark where the reader's
-system is. It has no script, and its content-security policy forbids any: models and users wrote the
-texts on it. While the run is active, one inline script reloads the page; the policy allows only
-that script.
+system is. Models and users wrote the texts on it, so its content-security policy allows two inline
+scripts only, by their digests: `explorer.SCRIPT`, and while the run is active, the one that reloads
+the page.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PAGE = """<!doctype html>
 <body><main>
 {body}
 <footer>tpu_rl</footer>
-</main></body></html>
+</main>{script}</body></html>
 """
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 RELOAD = "setInterval(() => document.querySelector('.page:target') || location.reload(), {})"
-"""The only script, of the page of a run that is on. Without it, a reload would end the reading of a
+"""The script of the page of a run that is on. Without it, a reload would end the reading of a
 completion."""
 
 STYLE = """
@@ -165,18 +165,26 @@ def refresh(seconds: int) -> str:
     )
 
 
-def policy(refresh_seconds: int | None) -> str:
-    """Return the security policy of a page: no script, but the one that reloads it."""
-    if not refresh_seconds:
-        return POLICY
-    digest = hashlib.sha256(RELOAD.format(1000 * refresh_seconds).encode()).digest()
-    return f"{POLICY}; script-src 'sha256-{base64.b64encode(digest).decode()}'"
+def policy(refresh_seconds: int | None, *scripts: str) -> str:
+    """Return the security policy of a page: no scripts but these and the one that reloads it."""
+    if refresh_seconds:
+        scripts = (*scripts, RELOAD.format(1000 * refresh_seconds))
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    names = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return f"{POLICY}; script-src {names}" if names else POLICY
 
 
-def section(title: str, figures: Sequence[str]) -> str:
-    """Return a section with a grid of figures; empty if all of them are."""
+def section(title: str, figures: Sequence[str], folded: Sequence[str] = ()) -> str:
+    """Return a section with a grid of figures, and with others folded; empty if all of them are."""
     grid = "".join(figures)
-    return f"<section><h2>{title}</h2><div class='grid'>{grid}</div></section>" if grid else ""
+    rest = "".join(folded)
+    if not grid + rest:
+        return ""
+    if rest:
+        count = len(list(filter(None, folded)))
+        summary = f"<summary>{count} charts on which nothing moves</summary>"
+        rest = f"<details>{summary}<div class='grid'>{rest}</div></details>"
+    return f"<section><h2>{title}</h2><div class='grid'>{grid}</div>{rest}</section>"
 
 
 def result(before: str, after: str, caption: str) -> str:

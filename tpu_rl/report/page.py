@@ -22,7 +22,7 @@ from tpu_rl.errors import InputError, typed_command
 from tpu_rl.evaluation.intervals import NORMAL_95, share_interval
 from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
-from tpu_rl.report import charts, completion_pages, html_page, plots
+from tpu_rl.report import charts, completion_pages, explorer, html_page, plots
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
 from tpu_rl.report.pictures import Pictures
 from tpu_rl.report.run_data import GRADES, PAIRS, PROBLEMS, STEPS, Run, metric_of, read_run
@@ -46,6 +46,8 @@ OTHER_PREFIXES = (
 )
 """Prefixes of the metrics that get such a chart."""
 REFRESH_SECONDS = 30
+ACRONYMS = {"Cispo", "Dpo", "Grpo", "Gspo", "Kto", "Ppo", "Prime", "Rft", "Sft"}
+"""Names of methods that are written in capitals."""
 
 
 class Measure(NamedTuple):
@@ -118,13 +120,16 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
     run = run._replace(page_steps=tuple(samples[0]["step"] for samples in steps))
     if run.summary:
         refresh_seconds = None
-    optimization = [_chart_html(run, chart) for chart in OPTIMIZATION + _other_charts(run)]
+    optimization = OPTIMIZATION + _other_charts(run)
+    moving = [_chart_html(run, chart) for chart in optimization if not _is_flat(run, chart)]
+    flat = [_chart_html(run, chart) for chart in optimization if _is_flat(run, chart)]
     sections = (
         _headline(run, refresh_seconds),
         _learning(run),
+        explorer.section([run], [run.name]),
         _guided(run),
-        _completions(run, completion_pages.extremes(steps)),
-        html_page.section("Optimization", optimization),
+        _completions(run, completion_pages.search(steps) + completion_pages.extremes(steps)),
+        html_page.section("Optimization", moving, flat),
         _performance(run),
         _faults(run),
         _configuration(run),
@@ -137,11 +142,12 @@ def document(title: str, sections: Sequence[str], refresh_seconds: int | None = 
     """Return a whole page of sections, which are HTML; empty ones are left out."""
     refresh = html_page.refresh(refresh_seconds) if refresh_seconds else ""
     page = html_page.PAGE.format(
-        policy=html_page.policy(refresh_seconds),
+        policy=html_page.policy(refresh_seconds, explorer.SCRIPT),
         title=html.escape(title),
-        style=html_page.STYLE + completion_pages.style(),
+        style=html_page.STYLE + explorer.STYLE + completion_pages.style(),
         body="\n".join(filter(None, sections)),
         refresh=refresh,
+        script=f"<script>{explorer.SCRIPT}</script>",
     )
     # Half a surrogate pair, which rows and settings may have, is shown as its escape.
     return page.encode(errors="backslashreplace").decode()
@@ -266,13 +272,14 @@ def _facts(run: Run) -> str:
     last = run.rows[-1]
     memory = run.series("perf/peak_memory")
     planned_steps = run.config.get("steps", last["step"])
+    method = run.setting("algorithm", "kind").removesuffix("Config")
     is_done = last["step"] >= planned_steps
     facts = {
         "steps": f"{last['step']}" if is_done else f"{last['step']} of {planned_steps}",
         "duration": html_page.duration(run.summary.get("seconds", last["time"] - first["time"])),
         "device": run.summary.get("device"),
         "peak memory": f"{memory.y.max() / 2**30:.2f} GiB" if memory else "",
-        "algorithm": run.setting("algorithm", "kind").removesuffix("Config"),
+        "algorithm": method.upper() if method in ACRONYMS else method,
         "model": Path(run.setting("model", "path")).name,
         "seed": run.config.get("seed"),
     }
@@ -321,6 +328,12 @@ def _chart_html(run: Run, chart: Chart) -> str:
     read = run.with_limits if chart.has_band else run.series
     lines = [read(metric, label) for metric, label in chart.metrics.items()]
     return lines_html(chart, lines, run.page_steps)
+
+
+def _is_flat(run: Run, chart: Chart) -> bool:
+    """Return True if nothing on the chart moves, as ratios and clipped shares on policy."""
+    found = [line for name in chart.metrics if (line := run.series(name)) is not None]
+    return bool(found) and all(len(of.y) > 1 and np.ptp(of.y) <= chart.resolution for of in found)
 
 
 def lines_html(chart: Chart, series: Iterable[Series | None], pages: Sequence[int] = ()) -> str:
@@ -470,6 +483,10 @@ def _reward_parts_chart(run: Run) -> str:
     if len(parts) < 2:
         return ""
     labels = {name: name.removeprefix("reward/").removesuffix("/mean") for name in parts}
+    # The end of a line has little room: functions, not their files.
+    short = [label.rpartition(".")[2] for label in labels.values()]
+    if len(set(short)) == len(short):
+        labels = dict(zip(parts, short, strict=True))
     note = "Means over the completions of a step."
     return _chart_html(run, Chart("Parts of the reward", note, labels))
 

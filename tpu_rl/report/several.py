@@ -1,4 +1,4 @@
-"""Two to four runs on one page: each metric is a chart with a line for each run."""
+"""Several runs on one page: a table, the settings that differ, and charts with a line for each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_rl.errors import InputError
-from tpu_rl.report import html_page
+from tpu_rl.report import explorer, html_page
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
 from tpu_rl.report.page import document, lines_html
 from tpu_rl.report.run_data import Run, read_run
 
-MOST = 4
+MOST = 64
 """Runs of a page."""
+MOST_LINES = 4
+"""Runs whose lines every chart has; more cannot be told apart, and the chart of free choice has
+them."""
 HEADLINES = (
     Chart("Accuracy", "Share of what was held out; bands: 95 %.", {"eval/accuracy": ""}, True),
     Chart("Held-out reward", "Mean; bands: 95 % intervals.", {"eval/reward": ""}),
@@ -22,12 +25,14 @@ HEADLINES = (
     Chart("Reward", "Mean of a step's completions.", {"reward/mean": ""}),
     *(Chart("Loss", name, {name: ""}) for name in LOSSES),
 )
+SECTIONS = {"Learning": HEADLINES, "Completions": BEHAVIOR, "Optimization": OPTIMIZATION}
+SECTIONS |= {"Performance": (THROUGHPUT,)}
 
 
 def build_comparison(
     run_dirs: Sequence[str | os.PathLike[str]], refresh_seconds: int | None = None
 ) -> str:
-    """Return the page of two to four runs as HTML.
+    """Return the page of several runs as HTML.
 
     Args:
         run_dirs: their folders.
@@ -41,24 +46,26 @@ def build_comparison(
         raise InputError(
             f"{len(run_dirs)} runs on one page",
             where="RUN_DIR ...",
-            why="more lines cannot be told apart",
             fix=f"name 2 to {MOST}",
         )
     runs = [read_run(Path(folder), live=refresh_seconds is not None) for folder in run_dirs]
-    names = _names([Path(folder) for folder in run_dirs])
+    names = names_of([Path(folder) for folder in run_dirs])
     if all(run.summary for run in runs):
         refresh_seconds = None
-    sections = (
+    sections = [
         _overview(runs, names),
-        html_page.section("Learning", _overlaid(runs, names, HEADLINES)),
-        html_page.section("Completions", _overlaid(runs, names, BEHAVIOR)),
-        html_page.section("Optimization", _overlaid(runs, names, OPTIMIZATION)),
-        html_page.section("Performance", _overlaid(runs, names, (THROUGHPUT,))),
-    )
+        explorer.section(runs, names),
+        explorer.settings_table(runs, names),
+    ]
+    if len(runs) <= MOST_LINES:
+        sections += [
+            html_page.section(title, overlaid(runs, names, chart_list))
+            for title, chart_list in SECTIONS.items()
+        ]
     return document(" · ".join(names), sections, refresh_seconds)
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def names_of(folders: Sequence[Path]) -> list[str]:
     """Return the names of folders, with that of the folder above where two would be the same."""
     names = [folder.absolute().name for folder in folders]
     if len(set(names)) == len(names):
@@ -83,11 +90,11 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
         rows.append(f"<tr>{cells}</tr>")
     heads = "".join(f"<th>{html.escape(head)}</th>" for head in ("run", "steps", *metrics))
     heading = f"<h1>{html.escape(' · '.join(names))}</h1>"
-    table = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
+    table = f"<table class='sortable'><tr>{heads}</tr>{''.join(rows)}</table>"
     return f'<header>{heading}<div class="overview">{table}</div></header>'
 
 
-def _overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
+def overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
     """Return a chart for each metric that a run has, with a line for each run."""
     figures = []
     for chart in chart_list:

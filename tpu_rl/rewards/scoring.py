@@ -338,13 +338,16 @@ def requested_columns(function: Reward) -> set[str]:
     return {parameter.name for parameter in parameters(function) or ()} & set(ROLLOUT_COLUMNS)
 
 
-def as_answers(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+def as_answers(prompts: Sequence[Any], texts: Sequence[str], converses: bool = False) -> list[Any]:
     """Return completions as reward functions see them, as in TRL.
 
-    The answer to a text is a text, and the answer to a conversation is a list with one message.
+    The answer to a text is a text. The answer to a conversation is a list with one message, and so
+    is each answer where an environment or an agent talks to the policy (`converses`).
     """
     return [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        text
+        if isinstance(prompt, str) and not converses
+        else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
 

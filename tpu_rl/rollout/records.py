@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tpu_rl.data import Row
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import spans
 from tpu_rl.rollout.dynamic_sampling import all_sampled, of_policy
+from tpu_rl.rollout.prompts import as_text
 from tpu_rl.rollout.scoring import Scored, by_episode, group_size, zero_variance
 from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import RowSource
+
+MAX_DATA_ROWS = 4
+"""Rows of data that a step records, at most."""
+COMPLETIONS = ("completion", "chosen", "text", "completions")
+"""Columns of data with what is learned; the first that a row has."""
 
 
 def metrics(scored: Scored) -> dict[str, float]:
@@ -31,12 +39,12 @@ def metrics(scored: Scored) -> dict[str, float]:
     size = group_size(sampled)
     finite = sampled.rewards[np.isfinite(sampled.rewards)]
     learned = np.asarray(by_episode(of_policy(scored)).rollout.scored).reshape(-1, size).any(1)
-    row = {
-        "reward/mean": _finite_mean(sampled.rewards),
-        "reward/std": float(finite.std()) if finite.size else float("nan"),
-    }
+    row = {}
+    if is_judged(sampled):
+        row["reward/mean"] = _finite_mean(sampled.rewards)
+        row["reward/std"] = float(finite.std()) if finite.size else float("nan")
     row |= {f"reward/{name}/mean": _finite_mean(part) for name, part in sampled.parts.items()}
-    if size > 1:
+    if size > 1 and is_judged(sampled):
         row["reward/zero_std_groups"] = float(zero_variance(sampled).mean())
     row["reward/errors"] = float(len(sampled.errors))
     unscored = np.isnan(sampled.rewards) & np.array([not fault for fault in sampled.faults])
@@ -56,6 +64,11 @@ def metrics(scored: Scored) -> dict[str, float]:
         row["time/rollout_idle"] = sampled.episodes.idle_seconds
     row["time/reward"] = sampled.seconds_reward
     return row | speed(sampled.lengths, sampled.seconds_rollout)
+
+
+def is_judged(scored: Scored) -> bool:
+    """Return True unless nothing gives rewards, so that all of them are 0."""
+    return bool(scored.parts) or scored.episodes is not None or bool(np.any(scored.rewards))
 
 
 def speed(lengths: np.ndarray, seconds: float) -> dict[str, float]:
@@ -95,6 +108,29 @@ def _faults_of_added_rows(scored: Scored) -> list[str]:
     return [scored.faults[row] for row in rows]
 
 
+def of_data(rows: Sequence[Row], step: int) -> list[dict[str, Any]]:
+    """Return samples.jsonl objects of the first rows of data that a step learns from.
+
+    They have no reward, and the `source` "data". Of a pair, `completion` is the better one; it has
+    the other as `rejected`.
+    """
+    objects = []
+    for row in rows[:MAX_DATA_ROWS]:
+        messages = row.get("messages") or []
+        completion = next((row[name] for name in COMPLETIONS if row.get(name)), messages[-1:])
+        record = {
+            "step": step,
+            "prompt": as_text(row.get("prompt") or messages[:-1] or ""),
+            "completion": as_text(completion) if completion else "",
+            "reward": None,
+            "parts": {},
+            "source": "data",
+        }
+        record |= {name: row[name] for name in ("rejected", "label", "labels") if name in row}
+        objects.append(record)
+    return objects
+
+
 def records(scored: Scored, step: int) -> list[dict[str, Any]]:
     """Return one samples.jsonl object per completion of the batch.
 
@@ -105,6 +141,7 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
     of the data give in `marks`.
     """
     objects = []
+    judged = is_judged(scored)
     group_ids = np.asarray(scored.rollout.group_id)
     groups = np.cumsum(np.diff(group_ids, prepend=group_ids[:1]) != 0)
     for row, fault in enumerate(scored.faults):
@@ -112,7 +149,7 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
             "step": step,
             "prompt": scored.prompts[row],
             "completion": scored.completions[row],
-            "reward": float(scored.rewards[row]),
+            "reward": float(scored.rewards[row]) if judged else None,
             "parts": {name: float(part[row]) for name, part in scored.parts.items()},
         }
         if fault:

@@ -180,7 +180,7 @@ class App:
     pump: Pump
     tokenizer: Tokenizer
     model: str
-    """The name of the model, for people."""
+    """The name of the model."""
     limits: Limits
     default: Distribution
     find_account: Callable[[str | None], Account | None]
@@ -194,6 +194,8 @@ class App:
     """Reads images. None: requests have texts only."""
     has_page: bool = False
     """True if people may talk to the model in a browser (`chat_page`)."""
+    requires_name: bool = False
+    """True if requests for another model than `model` are refused, as by OpenAI's servers."""
 
     async def texts(
         self, account: Account, request: TextRequest, scores_prompt: bool

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import time
 from typing import Any
 
@@ -27,6 +28,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from tpu_rl.errors import printable
 from tpu_rl.serving import chat_completions, chat_page, completions, http, messages, responses
 from tpu_rl.serving.app import App, last_reply
 from tpu_rl.serving.http import Endpoint
@@ -34,6 +36,8 @@ from tpu_rl.serving.protocol import ApiError, Options
 from tpu_rl.serving.replies import Envelope, Protocol
 
 MESSAGES = "/v1/messages"
+MOST_NAMED = 8
+"""Names of other models that the server prints when a request has one."""
 CONVERSATIONS: dict[str, Protocol] = {
     "/v1/chat/completions": chat_completions.PROTOCOL,
     "/v1/responses": responses.PROTOCOL,
@@ -90,6 +94,7 @@ class _Routes:
         self._app = app
         self._created = int(time.time())
         self._numbers = itertools.count(1)
+        self._other_names: set[str] = set()
 
     def page(self, request: Request, body: Any) -> Response:
         return HTMLResponse(chat_page.PAGE)
@@ -101,7 +106,7 @@ class _Routes:
 
     async def chat(self, protocol: Protocol, request: Request, body: Any) -> Any:
         conversation = protocol.parse(body)
-        envelope = self._envelope(conversation.options)
+        envelope = self._envelope(conversation.options, body)
         items = self._app.reply(request.state.account, conversation)
         if conversation.options.stream:
             return protocol.events(envelope, items)
@@ -113,7 +118,7 @@ class _Routes:
 
     async def complete(self, request: Request, body: Any) -> Any:
         texts = completions.parse(body)
-        envelope = self._envelope(texts.options)
+        envelope = self._envelope(texts.options, body)
         account = request.state.account
         if texts.options.stream:
             [prompt] = await self._app.prompts_of(texts)
@@ -127,6 +132,16 @@ class _Routes:
         [reply], [scores] = await self._app.texts(account, texts, texts.top is not None)
         return completions.generated(next(self._numbers), texts, reply, scores)
 
-    def _envelope(self, options: Options) -> Envelope:
+    def _envelope(self, options: Options, body: dict[str, Any]) -> Envelope:
+        name = body.get("model") or self._app.model
+        if self._app.requires_name and name != self._app.model:
+            message = f"The model {name!r} does not exist; there is {self._app.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        # Agents and tools often ask for a fixed name, which means this model all the same.
+        known = self._other_names | {self._app.model}
+        shown = printable(str(name)[:80])
+        if self._app.has_page and shown not in known and len(known) <= MOST_NAMED:
+            self._other_names.add(shown)
+            print(f"note: {shown} is answered by {self._app.model}", file=sys.stderr)
         now = int(time.time())
         return Envelope(next(self._numbers), now, self._app.model, options, self._app.tokenizer)

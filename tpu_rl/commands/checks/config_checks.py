@@ -261,7 +261,7 @@ def check_any(config: ExperimentConfig) -> None:
             why=f"completions have {config.sampling.max_new_tokens} tokens, the thought's included",
             fix="raise --sampling.max-new-tokens",
         )
-    if is_on(config, "--algorithm.observation-coef") and not (config.environment or config.agent):
+    if is_on(config, "--algorithm.observation-coef") and not config.converses:
         raise InputError(
             "there are no observations to predict",
             where="--algorithm.observation-coef",
@@ -403,7 +403,7 @@ def check_curriculum(config: ExperimentConfig) -> None:
     """Check that rows can be chosen, and start, as the curriculum says."""
     curriculum = config.rollout.curriculum
     where = "--rollout.curriculum"
-    if not (config.reward or config.environment or config.agent):
+    if not (config.reward or config.converses):
         raise InputError(
             "no reward says which completions pass",
             where=f"{where}, --reward",
@@ -525,7 +525,7 @@ def check_pairs(config: ExperimentConfig) -> None:
     specs = [stage.algorithm.experience for stage in config.stages]
     sampled = [spec for spec in specs if spec.source == "pairs" and spec.sampled_by is not None]
     opposed = [spec for spec in specs if spec.opponent is not None]
-    is_judged = config.reward or config.environment or config.agent
+    is_judged = config.reward or config.converses
     if (sampled and not config.reward) or (opposed and not is_judged):
         raise InputError(
             "no reward tells good completions from bad", where="--reward", fix="name one"

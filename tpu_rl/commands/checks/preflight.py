@@ -260,7 +260,8 @@ def check_context(sampling: SamplingConfig, context: Any, config_path: Path) -> 
             f"a prompt with its completion may have {prompt_tokens} + {new_tokens} tokens",
             where="--sampling.max-prompt-tokens, --sampling.max-new-tokens",
             why=f"the model's context is {context} (max_position_embeddings in {config_path})",
-            fix=f"lower one of them, so that together they are at most {context}",
+            fix=f"lower one of them, so that together they are at most {context}, such as "
+            f"--sampling.max-prompt-tokens {context // 2} --sampling.max-new-tokens {context // 2}",
         )
 
 
@@ -422,7 +423,7 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             )
         if spec.kind is not QExamples:
             require_full_batch(train, config.batch.prompts)
-        is_prompt_all = not (config.environment or config.agent)
+        is_prompt_all = not config.converses
         warnings += files.warnings(train, held_out, compares_prompts=is_prompt_all)
         first_rows += train[:1]
         if _learns_messages(stage):

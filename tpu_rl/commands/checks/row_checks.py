@@ -175,7 +175,7 @@ def _unread(
 
 def _reads_all_columns(config: ExperimentConfig) -> bool:
     """Return True if something may read columns by names that are not known here."""
-    return bool(config.reward or config.evaluation_rewards or config.environment or config.agent)
+    return bool(config.reward or config.evaluation_rewards or config.converses)
 
 
 def _sources(names: Sequence[str]) -> set[str]:
@@ -215,7 +215,7 @@ def _check_rows(
     tags: Counter[str] = Counter()
     pictures: Counter[str] = Counter()
     read = _sources(getattr(config.data, "columns", ()))
-    reads_pictures = bool(config.environment or config.agent)
+    reads_pictures = config.converses
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
     num_rendered = min(len(rows), MAX_RENDERED_ROWS)

@@ -430,7 +430,7 @@ def answer(
 
 def require_single_turns(config: ExperimentConfig, flag: str, why: str) -> None:
     """Raise InputError if completions are conversations or have limits of thoughts."""
-    if config.environment or config.agent or evaluators.limited(config.sampling.thinking).is_on:
+    if config.converses or evaluators.limited(config.sampling.thinking).is_on:
         raise InputError(
             f"{flag} with conversations or limits of thoughts",
             where=flag,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import io
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tpu_rl.errors import typed_command
 
@@ -69,11 +74,72 @@ def short_help(chosen: str, default: Any, others: list[str]) -> str:
     lines += [
         f"  {'--dry-run':28} {'':>12}  check everything, print one example, and stop",
         "",
-        f"All flags: {typed_command('run')} {chosen} --help-all",
+        f"All flags: {typed_command('run')} {chosen} --help-all; about a word: --help WORD",
         "Several processes: --coordinator-address, --num-processes, --process-id (detected",
         "under SLURM and on TPU pods).",
     ]
     return "\n".join(lines)
+
+
+class Setting(NamedTuple):
+    """A flag as tyro describes it."""
+
+    heading: str
+    """What its group is, before the first flag of one; else ""."""
+    flag: str
+    """With its type, such as "--sampling.top-k INT"."""
+    text: str
+
+
+def settings(print_help: Callable[[], object]) -> list[Setting]:
+    """Read the flags from the help that tyro prints before it exits."""
+    printed = io.StringIO()
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "110"  # At more, tyro writes two columns.
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(printed):
+        print_help()
+    os.environ.pop("COLUMNS")
+    if columns is not None:
+        os.environ["COLUMNS"] = columns
+    found: list[Setting] = []
+    heading: list[str] = []
+    for line in printed.getvalue().splitlines()[2:]:
+        inner = line.removeprefix("│").removesuffix("│").rstrip()
+        text = inner.strip("╭╮╰╯─- ") if not inner.lstrip().startswith("-") else inner.strip()
+        if not text.strip("- "):
+            continue
+        if inner.lstrip().startswith("-"):
+            found.append(Setting(": ".join(heading), text, ""))
+            heading = []
+        elif inner.startswith(" " * 6):
+            found[-1] = found[-1]._replace(text=f"{found[-1].text} {text}".strip())
+        elif found and not found[-1].text:  # Choices too long for a line.
+            found[-1] = found[-1]._replace(flag=found[-1].flag + text)
+        else:
+            heading.append(text)
+    return found[1:]  # Without --help.
+
+
+def aligned(every: Sequence[Setting]) -> str:
+    """Format all flags in groups, with texts in lines of 100 columns."""
+    lines = []
+    for setting in every:
+        if setting.heading:
+            lines += ["", *textwrap.wrap(setting.heading, 100)]
+        lines.append(f"  {setting.flag}")
+        lines += textwrap.wrap(setting.text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def matches(every: Sequence[Setting], words: Sequence[str]) -> str:
+    """Format the flags whose names or texts hold all of the words, one line each."""
+    lines = [
+        line
+        for setting in every
+        if (line := f"{setting.flag}  {setting.text}")
+        and all(word.lower().replace("_", "-") in line.lower() for word in words)
+    ]
+    return "\n".join(lines) or f"no setting names {' '.join(words)}; --help-all lists all"
 
 
 MISSING: Any = object()

@@ -81,6 +81,7 @@ def make(
     default: Distribution,
     find_account: Callable[[str | None], Account | None],
     is_open: bool = False,
+    requires_name: bool = False,
 ) -> App:
     """Return the application of a model that is loaded. For the arguments see `App`."""
     length = sizes.max_model_len
@@ -100,6 +101,7 @@ def make(
         score=functools.partial(score, params),
         images=images,
         has_page=True,
+        requires_name=requires_name,
     )
 
 

@@ -55,7 +55,7 @@ KEY_VARIABLE = "TPU_RL_API_KEY"
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
-OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "remat", "state_dir", "api_keys")
+OF_TINKER = ("max_lora_rank", "max_loras", "remat", "state_dir", "api_keys")
 """Flags that need --tinker."""
 
 
@@ -91,7 +91,9 @@ class Flags:
     """Serve the API of Tinker: clients train adapters on the model, and sample from them. Keys must
     begin with tml-."""
     served_model_name: str | None = None
-    """--tinker: the name by which clients ask for the model, besides MODEL itself."""
+    """The name by which clients ask for the model. Others are refused then; without it, the model
+    answers to any name, and the server prints names that are not its own. With --tinker, MODEL
+    itself is a name, too."""
     max_lora_rank: Annotated[int, In("[1, 128]")] = 32
     """--tinker: the largest rank of an adapter, at most 128. Adapters of smaller ranks take as much
     memory and time."""
@@ -189,10 +191,11 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
         model_app.Sizes(length, flags.max_num_seqs),
         language,
         params,
-        Path(flags.model).name or flags.model,
+        flags.served_model_name or Path(flags.model).name or flags.model,
         Distribution(flags.temperature),
         lambda key: account if is_right(key) else None,
         is_open=api_key(flags) is None,
+        requires_name=flags.served_model_name is not None,
     )
     pump = application.pump
     print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)

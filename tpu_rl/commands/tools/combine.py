@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
@@ -206,8 +206,9 @@ def report_deltas(flags: Flags) -> None:
         before, after = (models.find_directory(address_of(path)) for path in (base, name))
         rows = list(deltas.deltas(before, after, flags.directions))
         found.append((name, before, after))
-        headers = ("", "unchanged in bf16", "|D|/|W|", "rank", "rotation", "principal share")
-        table = Table(*headers, title=escape(f"{name} against {base}"))
+        # Names of weights have no spaces, and would be cut.
+        headers = ("unchanged in bf16", "|D|/|W|", "rank", "rotation", "principal share")
+        table = Table(Column(overflow="fold"), *headers, title=escape(f"{name} against {base}"))
         for row in rows:
             numbers = [row.effective_rank, row.rotation, row.principal_share]
             shown = ["-" if math.isnan(number) else f"{number:.3g}" for number in numbers]

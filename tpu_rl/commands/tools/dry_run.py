@@ -252,7 +252,7 @@ def try_rewards(
         "group": [index // num_texts for index in range(len(flat))],
         "step": [1] * len(flat),
     }
-    completions = rewards.as_answers(prompts, flat)
+    completions = rewards.as_answers(prompts, flat, config.converses)
     with preflight.open_rewards(config, untrained) as functions:
         scores = rewards.score(
             functions, prompts, completions, columns, 1.0, rollout_columns=of_rollout

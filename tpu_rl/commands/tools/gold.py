@@ -72,7 +72,9 @@ def check(
             indices = np.linspace(0, len(rows) - 1, min(len(rows), limit)).astype(int).tolist()
             if columns[name]:
                 scored += indices
-                of_name, said = _failures(name, function, rows, indices, columns[name], tokenizer)
+                of_name, said = _failures(
+                    name, function, rows, indices, columns[name], tokenizer, config.converses
+                )
                 failed.update(of_name)
                 warnings += said
     passing = [index for index in dict.fromkeys(scored) if index not in failed]
@@ -128,12 +130,13 @@ def _failures(
     indices: Sequence[int],
     columns: Sequence[str],
     tokenizer: Tokenizer,
+    converses: bool,
 ) -> tuple[list[int], list[str]]:
     """Return rows whose gold earns no more than an empty completion, and what to say of them."""
     texts = {index: ["", *dict.fromkeys(_forms(rows[index], columns))] for index in indices}
     flat = [(index, text) for index in indices for text in texts[index]]
     prompts, all_columns = repeat_rows([rows[index] for index, _ in flat], 1)
-    completions = rewards.as_answers(prompts, [text for _, text in flat])
+    completions = rewards.as_answers(prompts, [text for _, text in flat], converses)
     ids = [tokenizer.encode(text) for _, text in flat]
     of_rollout = {
         "completion_ids": ids,

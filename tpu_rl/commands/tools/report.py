@@ -5,8 +5,8 @@
 
 The run may be finished, interrupted or still going on. With --serve the page is not written but
 served on 127.0.0.1, built anew for each request, until Ctrl-C. While the run goes on, the served
-page reloads itself. Two to four runs get one page, with a line for each run in every chart. The
-command needs no accelerator.
+page reloads itself. Several runs get one page: a table that every column sorts, the settings that
+differ, and charts over steps, minutes, tokens or a setting. The command needs no accelerator.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMPARISON = "comparison.html"
 @dataclass(frozen=True)
 class Flags:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
-    """A run folder, on a disk or in a bucket (gs://), or two to four of them."""
+    """A run folder, on a disk or in a bucket (gs://), or several of them."""
     to: Path | None = None
     """The file of a page of several runs. The default is comparison.html."""
     serve: bool = False

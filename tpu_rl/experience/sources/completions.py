@@ -12,6 +12,7 @@ from tpu_rl.data import Row
 from tpu_rl.data.encoding import alike
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
+from tpu_rl.rollout import records
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import require_single_rows
 from tpu_rl.types import Completions, Demonstrations, Rollout, ScoredCompletions, TrainState
@@ -24,8 +25,9 @@ def demonstration_source(stream: data.RowStream, demonstrate: Demonstrate) -> So
     """Return the source of the stream's own demonstrations."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del step, state
-        return offline(demonstrate(next(stream)[1]))
+        del state
+        rows = next(stream)[1]
+        return offline(demonstrate(rows), rows, step)
 
     return Source(draw, stream.get_state, stream.set_state)
 
@@ -36,8 +38,9 @@ def given_scores_source(
     """Return the source of the stream's own completions with scores."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del step, state
-        return offline(to_scored(next(stream)[1]))
+        del state
+        rows = next(stream)[1]
+        return offline(to_scored(rows), rows, step)
 
     return Source(draw, stream.get_state, stream.set_state)
 
@@ -91,12 +94,14 @@ def completion_source(
             request = RolloutRequest(remaining, step, first_row_id, int(state.step))
             taught = from_scored(teacher.roll_out(state.params, request), step)
             parts.append((taught.data, False))
-            experience.metrics["distill/teacher_reward"] = taught.metrics["reward/mean"]
+            if "reward/mean" in taught.metrics:
+                experience.metrics["distill/teacher_reward"] = taught.metrics["reward/mean"]
             experience.records.extend(record | {"by": teacher_role} for record in taught.records)
             experience.warnings.extend(taught.warnings)
             experience = experience._replace(rollouts=experience.rollouts + taught.rollouts)
         elif remaining:
             parts.append((demonstrate(remaining), False))
+            experience.records.extend(records.of_data(remaining, step))
         return experience._replace(data=together(parts))
 
     return Source(draw, stream.get_state, stream.set_state)

@@ -77,8 +77,9 @@ def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
     """Return the source of the stream's own pairs."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del step, state
-        return offline(to_pairs(next(stream)[1]))
+        del state
+        rows = next(stream)[1]
+        return offline(to_pairs(rows), rows, step)
 
     return Source(draw, stream.get_state, stream.set_state)
 

@@ -37,8 +37,9 @@ def given_step_source(stream: data.RowStream, to_examples: ToExamples) -> Source
     """Return the source of the stream's own labeled steps."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del step, state
-        return offline(to_examples(next(stream)[1]))
+        del state
+        rows = next(stream)[1]
+        return offline(to_examples(rows), rows, step)
 
     return Source(draw, stream.get_state, stream.set_state)
 

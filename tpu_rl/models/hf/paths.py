@@ -52,6 +52,15 @@ def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
             where=str(path),
             fix="give a directory, a hub id (owner/name) or a gs:// address",
         )
+    parent = directory.parent
+    runs = [file.parent.name for file in parent.glob("*/config.yaml")] if "/" in str(path) else []
+    if runs:
+        raise InputError(
+            f"the folder {parent} of runs holds no {directory.name}",
+            where=str(path),
+            fix=f"give one of {', '.join(sorted(runs)[:8])}, or ask for a model of the hub in "
+            "another working directory",
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

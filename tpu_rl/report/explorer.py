@@ -1,0 +1,240 @@
+"""The part of a page that answers clicks: any metric over any axis, and tables that are sorted.
+
+The only script of a finished page is here, and the page's policy names it by its digest. It writes
+texts of the run by `textContent` alone. Without it everything else of the page stays.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpu_rl.report.run_data import Run
+from tpu_rl.report.series import thin_out
+
+MAX_POINTS = 150
+"""Points of a line, at most."""
+SAME_GROUP = {"seed", "run_dir"}
+"""Settings in which runs of a group differ."""
+UNSHOWN = {"step", "time"}
+LIMITS = ("_low", "_high")
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """Return the run's settings by names such as "optimizer.learning_rate", as texts."""
+    return dict(_flat("", run.config))
+
+
+def _flat(prefix: str, values: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
+    else:
+        yield prefix, values if isinstance(values, str) else json.dumps(values, default=str)
+
+
+def differing(all_settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of the settings in which runs differ, in their order."""
+    names = dict.fromkeys(name for settings in all_settings for name in settings)
+    return [name for name in names if len({of.get(name) for of in all_settings}) > 1]
+
+
+def section(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return the chart of free choice as HTML."""
+    settings = [settings_of(run) for run in runs]
+    changed = [name for name in differing(settings) if name != "run_dir"]
+    data = [
+        _data(run, name, of, changed) for run, name, of in zip(runs, names, settings, strict=True)
+    ]
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    several = '<label><input type="checkbox" name="seeds"> one line for all seeds</label>'
+    return (
+        '<section id="explore"><h2>Any metric</h2><form class="lead">'
+        '<select name="y" aria-label="metric"></select> over '
+        '<select name="x" aria-label="axis"></select> '
+        f"{several if len(runs) > 1 else ''}</form>"
+        '<svg viewBox="0 0 800 300" class="free" role="img" aria-label="the chosen metric"></svg>'
+        f'<div class="keys"></div><script type="application/json">{text}</script></section>'
+    )
+
+
+def settings_table(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return the settings of several runs as HTML: those that differ, and the others folded."""
+    settings = [settings_of(run) for run in runs]
+    changed = differing(settings)
+    same = [name for name in settings[0] if name not in changed]
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("setting", *names))
+
+    def table(rows: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
+        lines = ([row, *(column.get(row, "") for column in columns)] for row in rows)
+        cells = ("".join(f"<td>{html.escape(text)}</td>" for text in line) for line in lines)
+        return "".join(f"<tr>{line}</tr>" for line in cells)
+
+    return (
+        f'<section><h2>Settings that differ</h2><div class="overview"><table><tr>{heads}</tr>'
+        f"{table(changed, settings)}</table></div><details><summary>{len(same)} equal settings"
+        f'</summary><div class="overview"><table>{table(same, settings[:1])}</table></div>'
+        "</details></section>"
+    )
+
+
+def _data(run: Run, name: str, settings: Mapping[str, str], changed: Sequence[str]) -> Any:
+    """Return what the script reads of a run: lines [steps, values], and times and tokens."""
+    lines = {}
+    for metric in run.metric_names():
+        series = run.series(metric)
+        if series is not None and metric not in UNSHOWN and not metric.endswith(LIMITS):
+            lines[metric] = [_short(thin_out(part, MAX_POINTS)) for part in (series.x, series.y)]
+    steps = np.array([row["step"] for row in run.rows], float)
+    times = np.array([row["time"] for row in run.rows], float)
+    tokens = np.cumsum([row.get("rollout/tokens") or _tokens(row) for row in run.rows])
+    by_step = [steps, (times - times[0]) / 60, tokens]
+    return {
+        "name": name,
+        "group": json.dumps({key: settings.get(key) for key in changed if key not in SAME_GROUP}),
+        "settings": {key: settings.get(key, "") for key in changed},
+        "lines": lines,
+        "axes": [_short(thin_out(part, MAX_POINTS)) for part in by_step],
+    }
+
+
+def _tokens(row: Mapping[str, Any]) -> float:
+    return (row.get("perf/train_tokens_per_second") or 0) * (row.get("time/update") or 0)
+
+
+def _short(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+SCRIPT = """
+(() => {
+  const one = (query, of = document) => of.querySelector(query);
+  const svg = (name, values, text) => {
+    const made = document.createElementNS('http://www.w3.org/2000/svg', name);
+    for (const key in values) made.setAttribute(key, values[key]);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  // Tables whose heads sort them.
+  for (const head of document.querySelectorAll('.sortable th')) head.onclick = () => {
+    const table = head.closest('table'), place = [...head.parentNode.children].indexOf(head);
+    const rows = [...table.rows].slice(1), text = row => row.cells[place].textContent;
+    const sign = head.dataset.sign = head.dataset.sign == '1' ? '-1' : '1';
+    rows.sort((a, b) => {
+      const [x, y] = [parseFloat(text(a)), parseFloat(text(b))];
+      if (isNaN(x) != isNaN(y)) return isNaN(x) ? 1 : -1;
+      return sign * (isNaN(x) ? text(a).localeCompare(text(b)) : x - y);
+    });
+    for (const row of rows) table.tBodies[0].append(row);
+  };
+  // Completions by text and reward.
+  const search = one('#search');
+  if (search) search.oninput = () => {
+    const words = search.elements.text.value.toLowerCase().split(' ').filter(Boolean);
+    const [low, high] = ['low', 'high'].map(name => parseFloat(search.elements[name].value));
+    let count = 0;
+    for (const item of document.querySelectorAll('#found li')) {
+      const page = one(item.firstChild.getAttribute('href')).textContent;
+      const text = (item.textContent + page).toLowerCase();
+      const reward = parseFloat(item.dataset.reward);
+      item.hidden = !words.every(word => text.includes(word)) ||
+        !isNaN(low) && !(reward >= low) || !isNaN(high) && !(reward <= high);
+      count += !item.hidden;
+    }
+    one('#count').textContent = count + ' completions';
+  };
+  const part = one('#explore');
+  if (!part) return;
+  const runs = JSON.parse(one('script', part).textContent), form = one('form', part).elements;
+  const add = (select, value, text) => {
+    const option = document.createElement('option');
+    option.value = value; option.textContent = text; select.append(option);
+  };
+  const metrics = [...new Set(runs.flatMap(run => Object.keys(run.lines)))].sort();
+  for (const name of metrics) add(form.y, name, name);
+  const first = ['eval/accuracy', 'eval/reward', 'eval/loss', 'reward/mean'];
+  form.y.value = first.find(name => metrics.includes(name)) || metrics[0];
+  ['steps', 'minutes', 'tokens'].forEach((name, index) => add(form.x, index, name));
+  if (runs.length > 1) {
+    for (const name in runs[0].settings) add(form.x, 's' + name, 'setting ' + name);
+    for (const name of metrics) add(form.x, 'm' + name, 'last ' + name);
+  }
+  const at = (xs, ys, x) => {
+    let i = xs.findIndex(value => value >= x);
+    if (i < 0) return ys[ys.length - 1];
+    if (!i) return ys[0];
+    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1] || 1);
+  };
+  const draw = () => {
+    const over = form.x.value, isLine = '012'.includes(over), drawing = one('svg', part);
+    const last = (run, name) => run.lines[name] ? run.lines[name][1].at(-1) : NaN;
+    let lines = runs.filter(run => run.lines[form.y.value]).map(run => {
+      const [steps, values] = run.lines[form.y.value];
+      if (isLine) return {
+        name: run.name, group: run.group, y: values,
+        x: steps.map(step => over == '0' ? step : at(run.axes[0], run.axes[over], step))};
+      const name = over.slice(1);
+      const x = over[0] == 's' ? parseFloat(run.settings[name]) : last(run, name);
+      return {name: run.name, group: run.group, x: [x], y: [values.at(-1)]};
+    }).filter(line => line.x.every(isFinite));
+    if (form.seeds && form.seeds.checked) {
+      const groups = lines.reduce(
+        (all, of) => all.set(of.group, [...(all.get(of.group) || []), of]), new Map());
+      lines = [...groups.values()].map(of => {
+        const end = Math.min(...of.map(line => line.x.at(-1)));
+        const x = of[0].x.filter(value => value <= end);
+        const all = x.map(value => of.map(line => at(line.x, line.y, value)));
+        return {
+          name: of.map(line => line.name).join(', '), x,
+          y: all.map(values => values.reduce((a, b) => a + b) / values.length),
+          low: all.map(values => Math.min(...values)),
+          high: all.map(values => Math.max(...values))};
+      });
+    }
+    const xs = lines.flatMap(line => line.x);
+    const ys = lines.flatMap(line => [...line.y, ...(line.low || []), ...(line.high || [])]);
+    const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+    const px = x => 60 + 720 * (x - x0) / (x1 - x0 || 1);
+    const py = y => 270 - 250 * (y - y0) / (y1 - y0 || 1);
+    const path = (x, y) => x.map((value, i) => px(value).toFixed(1) + ' ' + py(y[i]).toFixed(1));
+    const keys = one('.keys', part);
+    drawing.replaceChildren(); keys.replaceChildren();
+    if (!lines.length) { keys.textContent = 'nothing to draw'; return; }
+    const short = value => String(+value.toPrecision(4));
+    for (const share of [0, .25, .5, .75, 1]) {
+      const [x, y] = [x0 + share * (x1 - x0), y0 + share * (y1 - y0)];
+      drawing.append(svg('path', {class: 'grid', d: `M60 ${py(y)}H780`}),
+        svg('text', {x: 54, y: py(y) + 4, 'text-anchor': 'end'}, short(y)),
+        svg('text', {x: px(x), y: 290, 'text-anchor': 'middle'}, short(x)));
+    }
+    lines.forEach((line, number) => {
+      const color = 'c' + number % 6, points = path(line.x, line.y);
+      if (line.low) drawing.append(svg('path', {class: 'band ' + color, d: 'M' + path(line.x,
+        line.high).concat(path(line.x, line.low).reverse()).join('L') + 'Z'}));
+      if (points.length > 1) drawing.append(svg('path', {class: 'line ' + color,
+        d: 'M' + points.join('L')}));
+      else drawing.append(svg('circle', {class: color, r: 4, cx: px(line.x[0]),
+        cy: py(line.y[0])}));
+      drawing.lastChild.append(svg('title', {}, line.name + ': ' + short(line.y.at(-1))));
+      const key = document.createElement('span');
+      key.className = 'key ' + color; key.textContent = line.name; keys.append(key);
+    });
+  };
+  one('form', part).oninput = draw;
+  draw();
+})();
+"""
+
+STYLE = """
+.free { width: 100%; height: auto; } .free text { font-size: 11px; fill: var(--muted); }
+.free .grid { stroke: var(--line); } .free circle, .free .band { fill: var(--c); }
+.free .line { fill: none; stroke: var(--c); stroke-width: 2px; } .free .band { opacity: 0.16; }
+#explore .key { overflow-wrap: anywhere; } #explore td { overflow-wrap: anywhere; }
+select, #search input { font: inherit; font-size: 13px; max-width: 100%; }
+#search input[name=text] { width: 18em; } #search input { width: 7em; }
+.sortable th { cursor: pointer; } #found { max-height: 420px; overflow-y: auto; }
+"""
