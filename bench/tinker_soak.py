@@ -229,7 +229,7 @@ class Client(threading.Thread):
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Soak the Tinker server")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--kill-seconds", type=float, default=60.0)

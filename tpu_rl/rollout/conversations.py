@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from tpu_rl import sampler
+from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History, without_images
@@ -101,7 +102,13 @@ def generate(
     began = time.perf_counter()
     environment = decoding.environment
     assert environment is not None
-    assert request.resumed is None, "an episode ends in the rollout that begins it"
+    if request.resumed is not None or request.first_groups is not None:
+        raise InputError(
+            "conversations cannot be left unfinished",
+            where="--rollout.partial, --environment",
+            why="the state of an environment is not part of checkpoints",
+            fix="use --batch.staleness with --sampling.during-updates",
+        )
     group_size = decoding.config.samples_per_prompt
     num_rows = len(request.rows) * group_size
     signals.mark(decoding.purpose, "rollout", request.step)

@@ -143,7 +143,13 @@ class _AgentEngine:
         All processes call it together. Each runs the agents of its own groups.
         """
         began = time.perf_counter()
-        assert request.resumed is None, "an episode ends in the rollout that begins it"
+        if request.resumed is not None or request.first_groups is not None:
+            raise InputError(
+                "episodes of agents cannot be left unfinished",
+                where="--rollout.partial, --agent",
+                why="the state of an agent is not part of checkpoints",
+                fix="use --batch.staleness with --sampling.during-updates",
+            )
         decoding = self._decoding
         group_size = decoding.config.samples_per_prompt
         num_episodes = len(request.rows) * group_size
