@@ -325,11 +325,6 @@ class TestFunctions:
     def has_attribute(self, value: Any, name: str) -> bool:
         return self._end.ask("has", value, name) if _is_remote(value) else hasattr(value, name)
 
-    def attribute(self, value: Any, name: str, *default: Any) -> Any:
-        if default and not self.has_attribute(value, name):
-            return default[0]
-        return getattr(value, name)
-
     def is_callable(self, value: Any) -> bool:
         return self._end.ask("callable", value) if _is_remote(value) else callable(value)
 
@@ -348,8 +343,7 @@ class Names(dict[str, Any]):
             "next": functions.next,
             "callable": functions.is_callable,
             "<type>": functions.type_of,
-            "hasattr": functions.has_attribute,
-            "getattr": functions.attribute,
+            "<hasattr>": functions.has_attribute,
             "<check>": functions.check,
             "<effect>": functions.effect,
             "<caught>": functions.caught,

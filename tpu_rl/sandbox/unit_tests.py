@@ -538,6 +538,10 @@ class _Rewrite(ast.NodeTransformer):
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        for part in ast.walk(node.test):
+            # Here a missing attribute is an answer, and no failure of the program.
+            if isinstance(part, ast.Name) and part.id == "hasattr":
+                part.id = "<hasattr>"
         self.generic_visit(node)
         number = -1
         if not isinstance(node.test, ast.Constant) and node not in self._unused:
