@@ -122,14 +122,14 @@ def redact_environment(text: str) -> str:
 @functools.lru_cache(maxsize=1)
 def _replacements(variables: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     """Return (form of a secret, what stands in its place) for all secrets of an environment."""
-    # Of two values, one of which contains the other, the longer comes first.
-    by_length = sorted(variables, key=lambda variable: -len(variable[1]))
-    return [
+    forms = [
         (form, f"<secret: {name}>")
-        for name, value in by_length
+        for name, value in variables
         if _is_secret(name, value)
         for form in _forms(value)
     ]
+    # Of two forms, one of which contains the other, the longer comes first.
+    return sorted(forms, key=lambda form: -len(form[0]))
 
 
 def _forms(value: str) -> tuple[str, ...]:

@@ -114,6 +114,13 @@ def of_data(rows: Sequence[Row], step: int) -> list[dict[str, Any]]:
     They have no reward, and the `source` "data". Of a pair, `completion` is the better one; it has
     the other as `rejected`.
     """
+
+    def written(value: Any) -> str:
+        """Return one text of a text, of messages, or of several completions or steps."""
+        if isinstance(value, str) or all(isinstance(part, dict) for part in value):
+            return as_text(value)
+        return "\n".join(map(written, value))
+
     objects = []
     for row in rows[:MAX_DATA_ROWS]:
         messages = row.get("messages") or []
@@ -121,7 +128,7 @@ def of_data(rows: Sequence[Row], step: int) -> list[dict[str, Any]]:
         record = {
             "step": step,
             "prompt": as_text(row.get("prompt") or messages[:-1] or ""),
-            "completion": as_text(completion) if completion else "",
+            "completion": written(completion) if completion else "",
             "reward": None,
             "parts": {},
             "source": "data",
