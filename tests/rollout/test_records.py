@@ -90,3 +90,13 @@ def test_what_nothing_rewards_has_no_reward():
     zeros = score_prompts(["18"], {"none": lambda completions: [0.0] * 2}, group_size=2)
     assert records.metrics(zeros)["reward/mean"] == 0
     assert records.records(zeros, 1)[0]["reward"] == 0
+
+
+def test_several_completions_or_steps_of_a_row_are_one_text():
+    steps = {"prompt": "1+2=", "completions": ["1+2=3;", "#3"], "labels": [True, True]}
+    (record,) = records.of_data([steps], 1)
+    assert record["completion"] == "1+2=3;\n#3"
+    assert record["labels"] == [True, True]
+    talks = [[{"role": "assistant", "content": text}] for text in ("3", "4")]
+    (record,) = records.of_data([{"prompt": "1+2=", "completions": talks}], 1)
+    assert record["completion"] == "assistant: 3\nassistant: 4"
