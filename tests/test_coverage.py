@@ -14,6 +14,7 @@ import jax
 import pytest
 import tyro
 
+from tests.commands.conftest import QWEN
 from tpu_rl import models, tokenizers, wings
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.commands import cli, config
@@ -110,21 +111,6 @@ TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools }}{% endif %}"
     "{% if add_generation_prompt %}<bos>{% endif %}"
 )
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-}
 OF_POLICIES = (
     *("arithmetic_grpo", "gsm8k_grpo", "sft", "stable", "mini_shell_sft", "search_calls"),
 )

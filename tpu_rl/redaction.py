@@ -45,8 +45,9 @@ _PREFIXES = (
     r"|hv[bsr]\.|atlasv1\.|dp\.(?:pt|st|ct|sa)\.|dckr_[po]at_|pypi-|pscale_\w{2,5}_|figd_|gls?[ac]_"
     r"|PMAK-|CFPAT-|tskey-(?:auth|api)-|AT[AC]TT3x|sq0(?:atp|csp)-|ops_eyJ|FLWSECK_|xkeysib-|ya29\."
 )
-"""How tokens of services begin, as in gitleaks' rules (MIT); behind `_WORDS` there are only letters
-and digits. Scanners in Python know few of these, and take longer to import than the flags."""
+"""Beginnings of tokens of services, as in gitleaks' rules (MIT). Only letters and digits follow
+those in `_WORDS`. Scanners in Python know few of these, and their import takes longer than
+that of the flags."""
 
 SECRET_PATTERNS = re.compile(
     rf"\bhf_[A-Za-z0-9]{{20,}}|\b(?:{_WORDS})(?=[A-Za-z0-9]{{0,99}}[\dA-Z])[A-Za-z0-9]{{20,}}"
@@ -83,7 +84,8 @@ NAMED_SECRETS = re.compile(
     # Arguments of commands.
     rf"|((?<!\S)--(?:[a-z]+-){{0,3}}(?:password|passwd|passphrase|token|secret|api-?key|access-key)"
     rf"(?:=|\s+){_QUOTE})(?=\S{{0,99}}[\d!#$%^*@+/]){_VALUE}"
-    rf"|(\bcurl\b[^\n]{{0,300}}?\s(?:-u|--user|--proxy-user)[\s=]*{_QUOTE}[^\s:'\"]{{1,99}}:)[^\s'\"]{{4,}}"
+    rf"|(\bcurl\b[^\n]{{0,300}}?\s(?:-u|--user|--proxy-user)[\s=]*{_QUOTE}[^\s:'\"]{{1,99}}:)"
+    r"""[^\s'"]{4,}"""
     # The schemes of headers, and cookies, which go on to the end of the line.
     rf"|((?i:\b(?:bearer|basic) ){_QUOTE}){_DIGIT}{_VALUE}"
     rf"|((?i:\bauthorization{_QUOTE}\s*[:=]\s*{_QUOTE}"

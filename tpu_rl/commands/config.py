@@ -356,7 +356,7 @@ class ExperimentConfig:
 
     @property
     def converses(self) -> bool:
-        """Whether an environment or an agent talks to the policy."""
+        """True if an environment or an agent talks to the policy."""
         return bool(self.environment or self.agent)
 
     @property

@@ -27,8 +27,9 @@ PAGE_BYTES = 3 << 20
 READ_BYTES = 24 << 20
 """Of a larger file of samples the steps of about so much are read."""
 BYTES_OF_TOKEN = 95
+"""Bytes of a page that a token with numbers takes."""
 BYTES_OF_COMPLETION = 1500
-"""What a token with numbers, and all else of a completion, take of a page."""
+"""Bytes of a page that a completion takes, apart from its tokens with numbers."""
 MIN_STEPS = 6
 """Steps with a page however long completions are, at least."""
 LATEST_STEPS = 4
@@ -267,8 +268,9 @@ def search(steps: Sequence[Samples]) -> str:
     items = []
     for samples in steps:
         for place, sample in enumerate(samples):
-            step, reward = sample["step"], sample.get("reward")
-            known = f' data-reward="{reward:.6g}"' if _is_number(reward) else ""
+            step = sample["step"]
+            reward = sample.get("reward")
+            attribute = f' data-reward="{reward:.6g}"' if _is_number(reward) else ""
             tags = " ".join(
                 f"{name} {_line(str(sample[name]), CHARACTERS_FOUND)}"
                 for name in TAGS
@@ -277,7 +279,7 @@ def search(steps: Sequence[Samples]) -> str:
             prompt = _line(str(sample.get("prompt", "")), CHARACTERS_FOUND)
             completion = _line(sample["completion"], CHARACTERS_FOUND)
             items.append(
-                f'<li{known}><a href="#step-{step}-{place}"><b>{html_page.number(reward)}</b>'
+                f'<li{attribute}><a href="#step-{step}-{place}"><b>{html_page.number(reward)}</b>'
                 f"<small>step {step} {tags}</small> {prompt} → <span>{completion}</span></a></li>"
             )
     return (

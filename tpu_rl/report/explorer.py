@@ -83,7 +83,7 @@ def settings_table(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _data(run: Run, name: str, settings: Mapping[str, str], changed: Sequence[str]) -> Any:
-    """Return what the script reads of a run: lines [steps, values], and times and tokens."""
+    """Return the data of a run for the script: lines [steps, values], and times and tokens."""
     lines = {}
     for metric in run.metric_names():
         series = run.series(metric)

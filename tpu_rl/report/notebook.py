@@ -41,12 +41,12 @@ def charts_of(folders: Sequence[Path], metrics: Sequence[str]) -> Page:
         InputError: if no run has one of them.
     """
     runs = [read_run(folder) for folder in folders]
-    known = dict.fromkeys(name for run in runs for name in run.metric_names())
-    if missing := [name for name in metrics if name not in known]:
+    available = dict.fromkeys(name for run in runs for name in run.metric_names())
+    if missing := [name for name in metrics if name not in available]:
         raise InputError(
             f"no run has the metric {missing[0]!r}",
             where=", ".join(map(str, folders)),
-            fix=f"choose from {', '.join(known)}",
+            fix=f"choose from {', '.join(available)}",
         )
     chosen = [Chart(name, "", {name: ""}) for name in metrics] or HEADLINES
     names = names_of(folders)

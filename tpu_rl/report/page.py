@@ -332,8 +332,10 @@ def _chart_html(run: Run, chart: Chart) -> str:
 
 def _is_flat(run: Run, chart: Chart) -> bool:
     """Return True if nothing on the chart moves, as ratios and clipped shares on policy."""
-    found = [line for name in chart.metrics if (line := run.series(name)) is not None]
-    return bool(found) and all(len(of.y) > 1 and np.ptp(of.y) <= chart.resolution for of in found)
+    lines = [line for name in chart.metrics if (line := run.series(name)) is not None]
+    return bool(lines) and all(
+        len(line.y) > 1 and np.ptp(line.y) <= chart.resolution for line in lines
+    )
 
 
 def lines_html(chart: Chart, series: Iterable[Series | None], pages: Sequence[int] = ()) -> str:

@@ -111,7 +111,7 @@ class Outcome(NamedTuple):
 
 
 class _Service(NamedTuple):
-    """What answers the requests of a batch's episodes."""
+    """A server for the requests of a batch's episodes."""
 
     app: App
     server: Server

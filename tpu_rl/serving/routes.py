@@ -138,9 +138,9 @@ class _Routes:
             message = f"The model {name!r} does not exist; there is {self._app.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
         # Agents and tools often ask for a fixed name, which means this model all the same.
-        known = self._other_names | {self._app.model}
+        names = self._other_names | {self._app.model}
         shown = printable(str(name)[:80])
-        if self._app.has_page and shown not in known and len(known) <= MOST_NAMED:
+        if self._app.has_page and shown not in names and len(names) <= MOST_NAMED:
             self._other_names.add(shown)
             print(f"note: {shown} is answered by {self._app.model}", file=sys.stderr)
         now = int(time.time())

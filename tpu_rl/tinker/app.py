@@ -177,7 +177,7 @@ def application(
 
 @dataclass
 class TinkerApp:
-    """What answers the requests of one user. Each method answers one route."""
+    """The routes of one user. Each method answers one of them."""
 
     own: Sessions
     """The user's sessions and states."""
@@ -336,8 +336,10 @@ class TinkerApp:
         return self._queue(model_id, number, work)
 
     async def forward_backward(self, message: Any) -> Answer:
-        model_id, number = message.model_id, message.seq_id
-        service, learner = self.service, self.service.learner
+        model_id = message.model_id
+        number = message.seq_id
+        service = self.service
+        learner = service.learner
         _, run = self.own.run_of(model_id)
         try:
             losses.require(message.loss_fn)
@@ -346,7 +348,9 @@ class TinkerApp:
             return self._queue(model_id, number, _raising(error))
 
         def work() -> bytes:
-            name, settings, data = parsed.loss, parsed.settings, parsed.data
+            name = parsed.loss
+            settings = parsed.settings
+            data = parsed.data
             beta = losses.check(name, settings, data, self._vocab_size)
             adapter = service.adapter(run)
             if parsed.is_forward_only:

@@ -125,8 +125,7 @@ def losses_of(kind: Array, log_probs: Array, numbers: Numbers, beta: Array) -> A
 def require(name: str) -> None:
     """Raise ApiError if there is no such loss."""
     if name not in LOSSES:
-        known = f"there is {', '.join(LOSSES)}"
-        why = REFUSED.get(name, known)
+        why = REFUSED.get(name, f"there is {', '.join(LOSSES)}")
         raise ApiError(400, f"the loss {name[:80]!r} is refused: {why}", "loss_fn")
 
 

@@ -70,7 +70,7 @@ class SampleRequest(NamedTuple):
         return 1000 + 8 * len(self.tokens) + (0 if self.targets is None else self.targets.nbytes)
 
     def most_numbers(self, max_length: int) -> int:
-        """Return how many numbers the answer has at most."""
+        """Return the most numbers that the answer may have."""
         room = max_length - len(self.tokens)
         length = room if self.max_tokens is None else min(self.max_tokens, room)
         of_prompt = len(self.tokens) * (1 + 2 * self.top_prompt)

@@ -64,11 +64,11 @@ MOST_SAMPLERS = 4096
 MOST_NUMBER = 10**9
 """Numbers of clients are below this."""
 SESSION_BYTES = 2**29
-"""What a session's requests that wait, and its results, take."""
+"""Most bytes of a session's results and of its requests that wait."""
 ALL_BYTES = 2**32
-"""What those of all sessions take."""
+"""Most bytes of those of all sessions."""
 OBJECT_BYTES = 2000
-"""What a request or a result without data takes."""
+"""Bytes of a request or a result without data, about."""
 MOST_SAVES = 5
 """Attempts to save what a session has learned when it ends, each after `SESSION_SECONDS`."""
 GATHER_SECONDS = 0.02

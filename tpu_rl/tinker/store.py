@@ -41,7 +41,7 @@ OPTIMIZER = "optimizer.safetensors"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 RUN = re.compile(r"[0-9a-f\-]{8,64}:train:[0-9]{1,9}")
 FLAGS = LoraSpec._fields[2:]
-"""What of `LoraSpec` says which matrices have adapters."""
+"""Fields of `LoraSpec` that choose the matrices with adapters."""
 UNFINISHED = ".new"
 REPLACED = ".old"
 MOST_SECONDS = 100 * 365 * 86_400

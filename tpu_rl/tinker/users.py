@@ -23,7 +23,7 @@ from tpu_rl import run_files
 from tpu_rl.errors import InputError
 
 KEY_START = "tml-"
-"""What keys of the client begin with."""
+"""The beginning of every key: the client asks for it."""
 SHORTEST_KEY = 16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 LIMITS = ("most_clients", "most_gigabytes")
@@ -85,10 +85,10 @@ def _wrong(path: Path, why: str) -> InputError:
 
 
 def user_of(users: list[User], key: str | None) -> User | None:
-    """Return whose key it is. The time does not tell how much of it is right."""
-    given = (key or "").encode()
-    found = [user for user in users if hmac.compare_digest(given, user.key.encode())]
-    return found[0] if found else None
+    """Return the user of a key. The time does not tell how much of it is right."""
+    encoded = (key or "").encode()
+    owners = [user for user in users if hmac.compare_digest(encoded, user.key.encode())]
+    return owners[0] if owners else None
 
 
 class AuditLog:

@@ -86,8 +86,8 @@ def box_iou(threshold: float = 0.0) -> Reward:
         boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
         values = []
         for completion, box in zip(completions, boxes, strict=True):
-            found: Any = spans.coordinates(text_of(completion), [spans.BOX])
-            value = iou(found, box) if found else 0.0
+            predicted: Any = spans.coordinates(text_of(completion), [spans.BOX])
+            value = iou(predicted, box) if predicted else 0.0
             values.append(float(value >= threshold) if threshold else value)
         return values
 

@@ -85,7 +85,7 @@ class Setting(NamedTuple):
     """A flag as tyro describes it."""
 
     heading: str
-    """What its group is, before the first flag of one; else ""."""
+    """The title of its group, on the first flag of the group; else ""."""
     flag: str
     """With its type, such as "--sampling.top-k INT"."""
     text: str
@@ -101,7 +101,7 @@ def settings(print_help: Callable[[], object]) -> list[Setting]:
     os.environ.pop("COLUMNS")
     if columns is not None:
         os.environ["COLUMNS"] = columns
-    found: list[Setting] = []
+    flags: list[Setting] = []
     heading: list[str] = []
     for line in printed.getvalue().splitlines()[2:]:
         inner = line.removeprefix("│").removesuffix("│").rstrip()
@@ -109,15 +109,15 @@ def settings(print_help: Callable[[], object]) -> list[Setting]:
         if not text.strip("- "):
             continue
         if inner.lstrip().startswith("-"):
-            found.append(Setting(": ".join(heading), text, ""))
+            flags.append(Setting(": ".join(heading), text, ""))
             heading = []
         elif inner.startswith(" " * 6):
-            found[-1] = found[-1]._replace(text=f"{found[-1].text} {text}".strip())
-        elif found and not found[-1].text:  # Choices too long for a line.
-            found[-1] = found[-1]._replace(flag=found[-1].flag + text)
+            flags[-1] = flags[-1]._replace(text=f"{flags[-1].text} {text}".strip())
+        elif flags and not flags[-1].text:  # Choices too long for a line.
+            flags[-1] = flags[-1]._replace(flag=flags[-1].flag + text)
         else:
             heading.append(text)
-    return found[1:]  # Without --help.
+    return flags[1:]  # Without --help.
 
 
 def aligned(every: Sequence[Setting]) -> str:
