@@ -101,6 +101,8 @@ def test_a_weight_without_an_end_names_the_ids_of_the_tag(capsys):
     flags += ["--algorithm.thought-end", str(expected)]
     preflight.check_thoughts(config.parse(flags), tokenizer)
     assert "thoughts end with '#'" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no token has the id 99"):
+        preflight.check_thoughts(config.parse([*flags[:-1], "99"]), tokenizer)
     with pytest.raises(InputError, match="have no phases"):
         preflight.check_thoughts(config.parse([*flags, "--environment", "calculator"]), tokenizer)
 

@@ -373,7 +373,7 @@ def _learns_messages(stage: Stage) -> bool:
 def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> None:
     """Print what ends a thought, where an algorithm weighs thoughts.
 
-    Raises InputError if nothing ends them.
+    Raises InputError if nothing ends them, or the tokenizer lacks an id of the end.
     """
     algorithms = [stage.algorithm for stage in config.stages]
     for algorithm in (a for a in algorithms if isinstance(a, GrpoConfig) and a.thought_weight != 1):
@@ -384,6 +384,12 @@ def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) ->
                 "nothing says where a thought ends",
                 where="--algorithm.thought-weight",
                 fix=f"give the ids of its end: {close} is --algorithm.thought-end {ids}",
+            )
+        if max(algorithm.thought_end) >= tokenizer.vocab_size:
+            raise InputError(
+                f"no token has the id {max(algorithm.thought_end)}",
+                where="--algorithm.thought-end",
+                why=f"the tokenizer has the ids 0 to {tokenizer.vocab_size - 1}",
             )
         text = tokenizer.decode(list(algorithm.thought_end), skip_special=False)
         print(f"note: thoughts end with {text!r} (--algorithm.thought-end)", file=sys.stderr)
