@@ -83,7 +83,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": BASICS | {"environments", "rewards.verifier", "sandbox"} | WORKERS,
     "verifiers": MODEL_CODE
     | {"environments", "rewards", "sandbox", "tasks.adapters", "runtime.worker_child"}
-    | {"wings"},
+    | {"wings", "sampler"},
     "rollout": STATE
     | {
         "losses.return_distributions",

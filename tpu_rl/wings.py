@@ -112,10 +112,12 @@ VERIFIERS: LazyTable[Verifier] = LazyTable(
         "gsm8k_marks": "tpu_rl.tasks.calculator",
         "hit_score": "tpu_rl.verifiers.sets",
         "implicit": "tpu_rl.verifiers.others",
+        "judge": "tpu_rl.verifiers.judge",
         "listed_items": "tpu_rl.verifiers.sets",
         "majority": "tpu_rl.verifiers.others",
         "math": "tpu_rl.verifiers.math_verify_pool",
         "ordered_keys": "tpu_rl.verifiers.similarity",
+        "pair_judge": "tpu_rl.verifiers.judge",
         "patch_ratio": "tpu_rl.verifiers.similarity",
         "pattern": "tpu_rl.verifiers.text_form",
         "phrases": "tpu_rl.verifiers.text_form",
@@ -141,6 +143,7 @@ VERIFIERS: LazyTable[Verifier] = LazyTable(
         "think_format": "tpu_rl.verifiers.text_form",
         "tool_calls": "tpu_rl.verifiers.tool_matching",
         "unit_test_quality": "tpu_rl.verifiers.unit_test_quality",
+        "verdict": "tpu_rl.verifiers.judge",
     },
 )
 """Built-in reward of `--reward` -> its module, which has it in `VERIFIERS`."""

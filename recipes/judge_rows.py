@@ -1,0 +1,72 @@
+"""Write rows that train a judge, from completions whose labels are known:
+
+    python recipes/judge_rows.py labeled.jsonl --to judge.jsonl
+    python launch/run.py grpo --model.path models/smollm2 --data.path judge.jsonl --reward verdict
+
+The rows that are read have `prompt`, `completion` and `label` (1 or true for right, 0 or false for
+wrong), and may have `answer`, as launch/check_reward.py reads them. The rows that are written have
+the message that the reward `judge` sends as `prompt`, its verdict as `answer`, and as `completion`
+the verdict to imitate. With --reasons the judge writes reasons before its verdict, and there is
+nothing to imitate. --balance leaves out rows until right and wrong ones are equally many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tpu_rl.environments.answer_text import without_thoughts
+from tpu_rl.verifiers import judge, verdicts
+
+LABELS = {1: "Yes", 0: "No"}
+
+
+def row_of(labeled: Mapping[str, Any], reasons: bool) -> dict[str, Any]:
+    """Make the row of one labeled completion."""
+    verdict = LABELS[labeled["label"]]
+    data = {
+        "Problem": verdicts.conversation(labeled["prompt"]),
+        "Answer": without_thoughts(labeled["completion"]),
+    }
+    if "answer" in labeled:
+        data["Reference answer"] = str(labeled["answer"])
+    message = verdicts.request(data, judge.IS_RIGHT, verdicts.YES_NO, int(reasons))
+    row = {"prompt": [{"role": "user", "content": message}], "answer": verdict}
+    return row if reasons else row | {"completion": verdict}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write rows that train a judge.")
+    parser.add_argument("labeled", type=Path)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--reasons", action="store_true")
+    parser.add_argument("--balance", action="store_true")
+    given = parser.parse_args()
+    lines = given.labeled.read_text(encoding="utf-8").splitlines()
+    labeled = [json.loads(line) for line in lines if line.strip()]
+    for number, row in enumerate(labeled, 1):
+        if not {"prompt", "completion", "label"} <= row.keys() or row["label"] not in LABELS:
+            sys.exit(
+                f"error: {given.labeled}, row {number}: no prompt, completion and label of 0 or 1"
+            )
+    rng = random.Random(0)
+    rng.shuffle(labeled)
+    if given.balance:
+        kinds = [[row for row in labeled if bool(row["label"]) == right] for right in (True, False)]
+        fewest = min(map(len, kinds))
+        labeled = [row for kind in kinds for row in kind[:fewest]]
+        rng.shuffle(labeled)
+    rows = [json.dumps(row_of(row, given.reasons)) + "\n" for row in labeled]
+    given.to.write_text("".join(rows), encoding="utf-8")
+    print(f"{len(rows)} rows written to {given.to}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""recipes/judge_rows.py: the rows hold the messages of the reward `judge`."""
+
+import json
+import sys
+
+import pytest
+
+from recipes import judge_rows
+from tpu_rl.verifiers import judge
+
+
+def write_rows(tmp_path, monkeypatch, rows, *flags):
+    path = tmp_path / "labeled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [str(path), "--to", str(tmp_path / "rows.jsonl"), *flags]
+    monkeypatch.setattr(sys, "argv", ["judge_rows.py", *arguments])
+    judge_rows.main()
+    return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+
+
+def test_a_row_is_what_the_judge_is_asked(tmp_path, monkeypatch):
+    requests: list[str] = []
+    monkeypatch.setattr(judge, "load", lambda *_: lambda texts: requests.extend(texts) or [1.0])
+    labeled = {"prompt": "2+2=", "completion": "4", "answer": 4, "label": True}
+    judge.judge(model="DIR")(["2+2="], ["4"], answer=[4])
+    (row,) = write_rows(tmp_path, monkeypatch, [labeled])
+    assert row["prompt"] == [{"role": "user", "content": requests[0]}]
+    assert row["answer"] == row["completion"] == "Yes"
+
+
+def test_right_and_wrong_rows_are_balanced(tmp_path, monkeypatch):
+    labels = [1, 1, 1, 0]
+    labeled = [{"prompt": "x", "completion": str(i), "label": n} for i, n in enumerate(labels)]
+    rows = write_rows(tmp_path, monkeypatch, labeled, "--balance", "--reasons")
+    assert sorted(row["answer"] for row in rows) == ["No", "Yes"]
+    assert all("completion" not in row and "Think" in row["prompt"][0]["content"] for row in rows)
+    with pytest.raises(SystemExit, match="row 1"):
+        write_rows(tmp_path, monkeypatch, [{"prompt": "x", "completion": "y", "label": "good"}])

@@ -1,0 +1,261 @@
+"""The two kinds of judges: a language model in this process, and one behind an address."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_rl import models, sampler, tokenizers
+from tpu_rl.errors import InputError
+from tpu_rl.rewards import reward_model
+from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.train import sharding
+from tpu_rl.types import Array, Params, Purpose
+from tpu_rl.verifiers.verdicts import Choices, Judge, Share, share_of
+
+BATCH_ROWS = 16
+"""Requests per call of a local model."""
+PARALLEL = 16
+"""Requests to a server at a time."""
+RETRIES = 5
+"""Of a request to a server, with growing pauses."""
+SECONDS = 300.0
+"""The longest wait for one answer of a server."""
+SURE = 0.05
+"""Below this probability of both verdicts together, a model does not answer in one word."""
+
+
+def seed_of(request: str) -> int:
+    """Return a number of 31 bits: a verdict depends on its request alone, not on the batch."""
+    return int.from_bytes(hashlib.sha256(request.encode()).digest()[:4], "big") >> 1
+
+
+# --- a model in this process ---
+
+
+def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
+    """Load the judge of a directory or run folder, on one device of this process.
+
+    Raises:
+        InputError: if there is no language model, or it cannot answer in one word without votes.
+    """
+    mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
+    directory = reward_model.directory_of(path)
+    with jax.set_mesh(mesh):
+        model, params = models.load(directory, mesh=mesh)
+    if model.config.num_outputs is not None:
+        raise InputError(
+            "not a language model: it has a head",
+            where=f"model={path}",
+            why="a judge writes its verdict",
+            fix="name the folder itself as --reward, or give a model that writes text",
+        )
+    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    if not votes and tokenizer.has_chat_template and tokenizer.thought_opening:
+        raise InputError(
+            "the judge thinks before it answers",
+            where=f"model={path}",
+            why=f"its turns begin with {tokenizer.thought_opening!r}",
+            fix="add votes=1 or more, and max_tokens= for its thoughts",
+        )
+
+    def encode(request: str) -> list[int]:
+        if tokenizer.has_chat_template:
+            return tokenizer.encode_prompt([{"role": "user", "content": request}])
+        return tokenizer.encode_prompt(f"{request}\n\nReply:")
+
+    def asked(ask: Callable[[Sequence[str], list[list[int]]], list[Share]]) -> Judge:
+        """Make the judge that asks about the requests which are short enough."""
+
+        def answer(requests: Sequence[str]) -> list[Share]:
+            encoded = {request: encode(request) for request in requests}
+            longest = reward_model.MAX_TOKENS
+            short = [request for request, ids in encoded.items() if len(ids) <= longest]
+            shares: dict[str, Share] = {
+                request: RewardFailure(
+                    f"the judge's request has {len(ids)} tokens, above {longest}"
+                )
+                for request, ids in encoded.items()
+            }
+            if short:
+                of_short = ask(short, [encoded[request] for request in short])
+                shares |= zip(short, of_short, strict=True)
+            return [shares[request] for request in requests]
+
+        return answer
+
+    if votes:
+        policy = models.policy(model)
+        settings = sampler.SamplerConfig(
+            max_new_tokens=max_tokens,
+            stop_ids=tokenizer.eos_ids,
+            samples_per_prompt=votes,
+            pad_id=tokenizer.pad_id,
+            max_num_seqs=4 * BATCH_ROWS,
+        )
+        key = sampler.run_key(0, Purpose.EVALUATION, 0)
+
+        def sampled(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
+            seeds = np.array([seed_of(request) for request in requests], np.int64)
+            rows = ((seeds[:, None] + np.arange(votes)) % 2**31).ravel()
+            with jax.set_mesh(mesh):
+                rollout = sampler.sample(policy, params, ids, key, settings, row_ids=rows)
+            texts = [
+                tokenizer.decode(tokens[mask].tolist())
+                for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+            ]
+            return [share_of(texts[i : i + votes], choices) for i in range(0, len(texts), votes)]
+
+        return asked(sampled)
+
+    letters = [first_tokens(tokenizer, choice) for choice in choices]
+
+    @jax.jit
+    def log_odds(params: Params, tokens: Array, mask: Array) -> tuple[Array, Array]:
+        """Return log P(first) - log P(second) of the next token, and log P of either, [B]."""
+        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        segments = mask.astype(jnp.int32)
+        hidden = model.hidden(params, tokens, columns, segments, jnp.zeros_like(segments))
+        last = jnp.argmax(columns * segments, axis=1)
+        of_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        log_probs = jax.nn.log_softmax(model.logits(params, of_last)[:, 0].astype(jnp.float32))
+        first, second = (jax.nn.logsumexp(log_probs[:, np.array(ids)], axis=1) for ids in letters)
+        return first - second, jnp.logaddexp(first, second)
+
+    def read(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
+        del requests
+        odds, either = np.zeros((2, len(ids)), np.float32)
+        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
+        for start in range(0, len(order), BATCH_ROWS):
+            rows = order[start : start + BATCH_ROWS]
+            width = max(reward_model.MIN_COLUMNS, 1 << (len(ids[rows[-1]]) - 1).bit_length())
+            tokens = np.zeros((BATCH_ROWS, width), np.int32)
+            mask = np.zeros((BATCH_ROWS, width), bool)
+            for place, row in enumerate(rows):
+                tokens[place, : len(ids[row])] = ids[row]
+                mask[place, : len(ids[row])] = True
+            with jax.set_mesh(mesh):
+                of_batch = sharding.to_host(
+                    log_odds(params, jnp.asarray(tokens), jnp.asarray(mask))
+                )
+            odds[rows], either[rows] = (array[: len(rows)] for array in of_batch)
+        say_unsure(path, float(np.exp(either).mean()))
+        return [1 / (1 + math.exp(-float(value))) for value in odds]
+
+    return asked(read)
+
+
+_UNSURE: set[str] = set()
+"""Judges of which `say_unsure` has spoken."""
+
+
+def say_unsure(path: str, share: float) -> None:
+    """Say once that a judge gives its two verdicts almost no probability."""
+    if share < SURE and path not in _UNSURE:
+        _UNSURE.add(path)
+        print(
+            f"note: the judge {path} gives its two verdicts {share:.1%} of the next token's "
+            "probability: it does not answer in one word; add votes=4",
+            file=sys.stderr,
+        )
+
+
+def first_tokens(tokenizer: tokenizers.Tokenizer, word: str) -> list[int]:
+    """Return the ids that are a verdict, as a turn may begin: with and without a space, any case.
+
+    Raises:
+        InputError: if the tokenizer cannot write the word.
+    """
+    spellings = [space + text for space in ("", " ") for text in (word, word.lower(), word.upper())]
+    ids = [tokenizer.encode(text) for text in dict.fromkeys(spellings)]
+    single = sorted({row[0] for row in ids if len(row) == 1})
+    if not single:
+        raise InputError(
+            f"no token of the judge's tokenizer is the verdict {word!r}",
+            where="--reward judge(model=...)",
+            fix="add votes=1 or more, so that the judge writes its verdict",
+        )
+    return single
+
+
+# --- a model behind an address ---
+
+
+def remote(address: str, name: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
+    """Open the judge behind the address of a server that speaks OpenAI's protocol.
+
+    Raises:
+        InputError: if the server does not answer, or has no such model.
+    """
+    try:
+        import openai
+    except ImportError:
+        raise InputError(
+            "a judge behind an address needs the package openai",
+            where=f"model={address}",
+            fix="pip install openai",
+        ) from None
+    client = openai.OpenAI(
+        base_url=address,
+        api_key=os.environ.get("OPENAI_API_KEY") or "none",
+        max_retries=RETRIES,
+        timeout=SECONDS,
+    )
+    try:
+        names = [model.id for model in client.with_options(max_retries=1, timeout=20).models.list()]
+    except openai.OpenAIError as error:
+        raise InputError(
+            "the judge does not answer",
+            where=f"model={address}",
+            why=str(error),
+            fix="start the server, or correct the address (it ends with /v1) and $OPENAI_API_KEY",
+        ) from None
+    if name not in names and (name or len(names) != 1):
+        raise InputError(
+            f"the server has no model {name!r}" if name else "the server has several models",
+            where=f"model={address}",
+            fix=f"add name= with one of {', '.join(names[:8])}",
+        )
+    chosen = name or names[0]
+
+    def ask(request: str) -> Share:
+        options: dict[str, Any] = {"model": chosen, "seed": seed_of(request)}
+        if votes:
+            options |= {"n": votes, "max_tokens": max_tokens}
+        else:
+            options |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
+        try:
+            reply = client.chat.completions.create(
+                messages=[{"role": "user", "content": request}], **options
+            )
+        except openai.BadRequestError as error:
+            fix = "" if votes else "; a server without top_logprobs needs votes=1 or more"
+            return RewardFailure(f"the judge refuses a request: {error}{fix}")
+        except openai.OpenAIError as error:
+            return RewardFailure(f"the judge did not answer: {error}")
+        if votes:
+            return share_of([choice.message.content or "" for choice in reply.choices], choices)
+        content = reply.choices[0].logprobs and reply.choices[0].logprobs.content
+        likely = content[0].top_logprobs if content else []
+        first, second = (
+            sum(math.exp(one.logprob) for one in likely if one.token.strip().lower() == word)
+            for word in (choices.first.lower(), choices.second.lower())
+        )
+        return first / (first + second) if first + second else None
+
+    def ask_all(requests: Sequence[str]) -> list[Share]:
+        unique = list(dict.fromkeys(requests))
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            shares = dict(zip(unique, pool.map(ask, unique), strict=True))
+        return [shares[request] for request in requests]
+
+    return ask_all
