@@ -8,6 +8,8 @@ wrong), and may have `answer`, as launch/check_reward.py reads them. The rows th
 the message that the reward `judge` sends as `prompt`, its verdict as `answer`, and as `completion`
 the verdict to imitate. With --reasons the judge writes reasons before its verdict, and there is
 nothing to imitate. --balance leaves out rows until right and wrong ones are equally many.
+
+A row with `prompt`, `chosen` and `rejected` becomes two, as `pair_judge` asks: in both orders.
 """
 
 from __future__ import annotations
@@ -28,9 +30,18 @@ from tpu_rl.verifiers import judge, verdicts
 LABELS = {1: "Yes", 0: "No"}
 
 
-def row_of(labeled: Mapping[str, Any], reasons: bool) -> dict[str, Any]:
-    """Make the row of one labeled completion."""
-    verdict = LABELS[labeled["label"]]
+def rows_of(labeled: Mapping[str, Any], reasons: bool) -> list[dict[str, Any]]:
+    """Make the row of a labeled completion, or the two rows of a pair."""
+    if "chosen" in labeled:
+        chosen, rejected = (without_thoughts(labeled[key]) for key in ("chosen", "rejected"))
+        return [
+            row_of(
+                verdicts.pair_request(labeled["prompt"], one, other, judge.IS_BETTER, int(reasons)),
+                verdict,
+                reasons,
+            )
+            for one, other, verdict in ((chosen, rejected, "A"), (rejected, chosen, "B"))
+        ]
     data = {
         "Problem": verdicts.conversation(labeled["prompt"]),
         "Answer": without_thoughts(labeled["completion"]),
@@ -38,8 +49,19 @@ def row_of(labeled: Mapping[str, Any], reasons: bool) -> dict[str, Any]:
     if "answer" in labeled:
         data["Reference answer"] = str(labeled["answer"])
     message = verdicts.request(data, judge.IS_RIGHT, verdicts.YES_NO, int(reasons))
+    return [row_of(message, LABELS[labeled["label"]], reasons)]
+
+
+def row_of(message: str, verdict: str, reasons: bool) -> dict[str, Any]:
+    """Make a row of a message and its verdict."""
     row = {"prompt": [{"role": "user", "content": message}], "answer": verdict}
     return row if reasons else row | {"completion": verdict}
+
+
+def is_readable(row: Mapping[str, Any]) -> bool:
+    """Return True for a labeled completion with a prompt, and for a pair."""
+    is_pair = {"prompt", "chosen", "rejected"} <= row.keys()
+    return is_pair or ({"prompt", "completion"} <= row.keys() and row.get("label") in LABELS)
 
 
 def main() -> None:
@@ -52,18 +74,20 @@ def main() -> None:
     lines = given.labeled.read_text(encoding="utf-8").splitlines()
     labeled = [json.loads(line) for line in lines if line.strip()]
     for number, row in enumerate(labeled, 1):
-        if not {"prompt", "completion", "label"} <= row.keys() or row["label"] not in LABELS:
+        if not is_readable(row):
             sys.exit(
-                f"error: {given.labeled}, row {number}: no prompt, completion and label of 0 or 1"
+                f"error: {given.labeled}, row {number}: neither prompt, completion and label of 0 "
+                "or 1, nor prompt, chosen and rejected"
             )
     rng = random.Random(0)
     rng.shuffle(labeled)
     if given.balance:
-        kinds = [[row for row in labeled if bool(row["label"]) == right] for right in (True, False)]
+        kinds = [[row for row in labeled if row.get("label") == right] for right in LABELS]
+        pairs = [row for row in labeled if "chosen" in row]
         fewest = min(map(len, kinds))
-        labeled = [row for kind in kinds for row in kind[:fewest]]
+        labeled = [*pairs, *(row for kind in kinds for row in kind[:fewest])]
         rng.shuffle(labeled)
-    rows = [json.dumps(row_of(row, given.reasons)) + "\n" for row in labeled]
+    rows = [json.dumps(row) + "\n" for each in labeled for row in rows_of(each, given.reasons)]
     given.to.write_text("".join(rows), encoding="utf-8")
     print(f"{len(rows)} rows written to {given.to}")
 

@@ -153,6 +153,7 @@ REWARDS = {
     "patch_ratio": {"patch": "--- a/f\n+++ b/f\n@@ -1 +1 @@\n-1\n+2\n"},
     "sql": {"query": "SELECT 1", "database": "CREATE TABLE t (a INT);"},
     "doubt": {},
+    "verdict": {"answer": "Yes"},
 }
 SMALL_VOCABULARY = ("151668", "3")
 """The end of a thought in a vocabulary of words -> one of the stand-in's."""

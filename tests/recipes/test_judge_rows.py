@@ -36,3 +36,17 @@ def test_right_and_wrong_rows_are_balanced(tmp_path, monkeypatch):
     assert all("completion" not in row and "Think" in row["prompt"][0]["content"] for row in rows)
     with pytest.raises(SystemExit, match="row 1"):
         write_rows(tmp_path, monkeypatch, [{"prompt": "x", "completion": "y", "label": "good"}])
+
+
+def test_a_pair_is_asked_about_in_both_orders(tmp_path, monkeypatch):
+    requests: list[str] = []
+    monkeypatch.setattr(
+        judge, "load", lambda *_: lambda texts: requests.extend(texts) or [1.0, 0.0]
+    )
+    reward = judge.pair_judge(model="DIR", anchor="other")
+    assert reward(["Say."], ["good"], group=[0], other=["bad"]) == [1.0]
+    rows = write_rows(
+        tmp_path, monkeypatch, [{"prompt": "Say.", "chosen": "good", "rejected": "bad"}]
+    )
+    assert [row["prompt"][0]["content"] for row in rows] == requests
+    assert [row["answer"] for row in rows] == ["A", "B"]

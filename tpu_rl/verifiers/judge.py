@@ -26,6 +26,7 @@ from tpu_rl.verifiers.verdicts import (
     Judge,
     Share,
     conversation,
+    pair_request,
     read_verdict,
     request,
 )
@@ -66,12 +67,6 @@ def judge(
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[Share]:
-        if criteria and criteria not in columns:
-            raise InputError(
-                f"the data have no column {criteria!r}",
-                where=f"--reward judge(criteria={criteria})",
-                fix=f"name one of {', '.join(columns) or 'the columns'}",
-            )
         references = columns.get("answer") if reference else None
         of_rows = _points(columns, criteria) if criteria else None
         requests, parts = [], []
@@ -95,6 +90,7 @@ def pair_judge(
     question: str = "",
     rubric: str = "",
     rivals: int = 1,
+    anchor: str = "",
     votes: int = 0,
     max_tokens: int = 512,
     name: str = "",
@@ -103,43 +99,40 @@ def pair_judge(
 
     Each completion of a group meets the next `rivals` ones, and the model says which is better, in
     both orders: a judge that prefers a place gives 0.5 (Pairwise-RL, arXiv 2504.04950). A group of
-    one has no reward. Settings are those of `judge`.
+    one has no reward. With anchor=COLUMN each meets the row's text of that column instead, and the
+    reward is p(completion beats anchor). All other settings are those of `judge`.
     """
     composed.require(rivals > 0, f"pair_judge(rivals={rivals})", "use at least 1")
-    asked = _question(question, rubric, IS_BETTER)
+    decision = _question(question, rubric, IS_BETTER)
     if not model:
         return _no_model
     ask = load(model, A_B, votes, max_tokens, name)
 
     def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, group: Sequence[int], **_: Any
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        group: Sequence[int],
+        **columns: Sequence[Any],
     ) -> list[Share]:
         texts = [without_thoughts(text_of(completion)) for completion in completions]
-        pairs = pairs_of(group, rivals)
+        count = len(texts)
+        if anchor:
+            texts += map(str, _column(columns, anchor, "pair_judge(anchor="))
+            pairs = [pair for i in range(count) for pair in ((i, count + i), (count + i, i))]
+        else:
+            pairs = pairs_of(group, rivals)
         requests = [
-            request(
-                {
-                    "Problem": conversation(prompts[one]),
-                    "Answer A": texts[one],
-                    "Answer B": texts[other],
-                },
-                asked,
-                A_B,
-                votes,
-            )
+            pair_request(prompts[one % count], texts[one], texts[other], decision, votes)
             for one, other in pairs
         ]
-        wins: list[list[Share]] = [[] for _ in texts]
+        wins: list[list[tuple[Share, float]]] = [[] for _ in texts]
         for (one, other), share in zip(pairs, ask(requests), strict=True):
-            wins[one].append(share)
-            wins[other].append(1 - share if isinstance(share, float) else share)
+            wins[one].append((share, 1.0))
+            wins[other].append((1 - share if isinstance(share, float) else share, 1.0))
         return [
-            0.0
-            if of_row and VERDICT.search(text)
-            else _total([(share, 1.0) for share in of_row])
-            if of_row
-            else None
-            for text, of_row in zip(texts, wins, strict=True)
+            None if not of_row else 0.0 if VERDICT.search(text) else _total(of_row)
+            for text, of_row in zip(texts[:count], wins[:count], strict=True)
         ]
 
     score.__dict__["whole_batch"] = True
@@ -216,6 +209,17 @@ def _question(question: str, rubric: str, default: str) -> str:
     return text
 
 
+def _column(columns: Mapping[str, Sequence[Any]], name: str, setting: str) -> Sequence[Any]:
+    """Return a column of the data. Raises InputError if they have none of the name."""
+    if name not in columns:
+        raise InputError(
+            f"the data have no column {name!r}",
+            where=f"--reward {setting}{name})",
+            fix=f"name one of {', '.join(columns) or 'the columns'}",
+        )
+    return columns[name]
+
+
 def _points(columns: Mapping[str, Sequence[Any]], name: str) -> list[list[tuple[str, float]]]:
     """Return what is asked about each row, by its criteria, with their points."""
 
@@ -229,7 +233,7 @@ def _points(columns: Mapping[str, Sequence[Any]], name: str) -> list[list[tuple[
         return [(IS_MET + criterion, points) for criterion, points in pairs]
 
     example = '["names the cause", ...] or [{"criterion": "names the cause", "points": 2}, ...]'
-    return composed.references(name, columns[name], read, example)
+    return composed.references(name, _column(columns, name, "judge(criteria="), read, example)
 
 
 def _total(shares: Sequence[tuple[Share, float]]) -> Share:

@@ -58,6 +58,14 @@ def request(data: Mapping[str, str], question: str, choices: Choices, votes: int
     return "\n\n".join([rule, *parts, f"{question}\n{end}"])
 
 
+def pair_request(
+    prompt: str | Sequence[Mapping[str, Any]], one: str, other: str, question: str, votes: int = 0
+) -> str:
+    """Return the message about two answers to a prompt; see `request`."""
+    data = {"Problem": conversation(prompt), "Answer A": one, "Answer B": other}
+    return request(data, question, A_B, votes)
+
+
 def read_verdict(text: str) -> str | None:
     """Return the verdict of a judge's answer, as "yes", "no", "a" or "b"; None without one."""
     text = without_thoughts(text).strip()
