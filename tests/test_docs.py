@@ -37,6 +37,8 @@ FOREIGN_FLAGS = {
     "the parser's and the cluster's": {"help", "help-all"}
     | {"coordinator-address", "num-processes", "process-id"},
     "pytest, ruff, mkdocs": {"dist", "check", "strict"},
+    "claude, codex": {"bare", "tools", "allowedTools", "system-prompt", "effort"}
+    | {"sandbox", "skip-git-repo-check"},
     "gcloud": {"zone", "worker", "command"},
     "SLURM": {"nodes", "gpus-per-node", "gpus-per-task", "ntasks-per-node", "requeue"},
     "XPK": {"cluster", "workload", "tpu-type", "docker-image"}

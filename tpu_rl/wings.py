@@ -152,6 +152,7 @@ MODULES: LazyTable[Any] = LazyTable(
     _module,
     {
         "agents": "tpu_rl.serving.agents",
+        "alarms": "tpu_rl.studies.alarms",
         "code_problems": "tpu_rl.sandbox.problems",
         "dry_run": "tpu_rl.commands.tools.dry_run",
         "harness": "tpu_rl.studies.harness",

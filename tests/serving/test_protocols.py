@@ -292,7 +292,7 @@ def test_echo_and_alternatives(running):
 REFUSED = {
     "responses": {
         "input": [None, 5, [], [5], [{"role": "user"}], [{"type": "reasoning"}], [user(5)]],
-        "reasoning": [{"effort": "low"}],
+        "reasoning": [{"effort": "low"}, {"summary": "auto", "effort": "high"}],
         "previous_response_id": ["resp_1"],
         "tools": [5, [5], [{"type": "web_search"}], [{"type": "function"}]],
         "tool_choice": ["required", {"type": "function", "name": "x"}],
@@ -308,6 +308,8 @@ REFUSED = {
         "max_tokens": [None, 0, "a", True],
         "system": [5, [{"type": "image"}]],
         "thinking": [{"type": "enabled", "budget_tokens": 1024}],
+        "output_config": [{"effort": "low"}, {"format": {"type": "json_schema"}}],
+        "context_management": [{"edits": [{"type": "clear_tool_uses_20250919"}]}],
         "tools": [[5], [{"type": "bash_20250124", "name": "bash"}], [{"name": "x"}]],
         "tool_choice": ["auto", {"type": "any"}],
         "stop_sequences": ["a", [5], [""]],

@@ -281,6 +281,43 @@ def test_a_template_that_rewrites_turns_makes_a_new_history():
     assert history.encode([user("ab"), said, user("d")], None) == tokenizer.encode("abd")
 
 
+WRITTEN = "<think>\nhm\n</think>\n\nabc "
+
+
+@pytest.mark.parametrize(
+    ("message", "continues"),
+    [
+        ({"content": WRITTEN}, True),
+        ({"content": "<think>hm</think>abc"}, True),
+        ({"content": "\n\nabc", "reasoning_content": "\nhm\n"}, True),
+        ({"content": WRITTEN + "stop"}, True),
+        ({"content": "abc"}, False),
+        ({"content": "<think>hm</think>a bc"}, False),
+        ({"content": "abc stop stop"}, False),
+    ],
+)
+def test_an_answer_that_comes_back_in_other_white_space_is_not_encoded_again(message, continues):
+    history = chat.History(TOKENIZER)
+    prompt = history.encode([user("ab")], None)
+    ids = [*prompt, *TOKENIZER.encode("what was sampled stop")]
+    history.add([user("ab")], None, {"role": "assistant", "content": WRITTEN}, ids, "stop")
+    messages = [user("ab"), {"role": "assistant", **message}, user("d")]
+    new = history.encode(messages, None)
+    assert (new[: len(ids)] == ids) == continues
+    # The next exchange of the same conversation continues, too.
+    history.add(messages, None, {"role": "assistant", "content": "b"}, [*new, 5])
+    messages += [{"role": "assistant", "content": "b"}, user("c")]
+    assert history.encode(messages, None)[: len(new) + 1] == [*new, 5]
+
+
+def test_thoughts_that_no_answer_had_are_refused(running):
+    running.begin()
+    said = {"role": "assistant", "content": "abc", "reasoning_content": "hm"}
+    status, error = running.chat([user("hello"), said, user("d")])
+    assert status == 400
+    assert "messages[1].reasoning_content" in error["message"]
+
+
 # --- requests that would end or hold a server ---
 
 DEEP = "[" * 5000 + "]" * 5000

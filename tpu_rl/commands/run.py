@@ -313,6 +313,8 @@ class Job(NamedTuple):
     page: finish.LivePage
     profile: Profile
     health: HealthMonitor
+    alarms: Any
+    """Alarms for reward hacking, of a wing."""
     recovery: NanRecovery
     tokenizer: Tokenizer
     first_step: int
@@ -376,6 +378,9 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 open_sources.enter_context(finish.LivePage(run_dir)),
                 Profile(config.profile, run_dir),
                 HealthMonitor(),
+                wings.MODULES["alarms"].of_run(
+                    run_files.read_metrics(run_dir), step, config.reward_terms
+                ),
                 NanRecovery(run_dir, context.language.tokenizer),
                 context.language.tokenizer,
                 first_step=max(step, 0) + 1,
@@ -481,6 +486,7 @@ def train_stage(
             watchdog.mark(f"the evaluation after step {step}")
             state, measured = evaluate(parts, state, in_full=True)
             row |= measured
+        job.alarms.warn(step, row, experience.records)
         job.writer.confirm_lock()
         job.sink.write(step, row, experience.samples)
         if step % job.config.evaluation.interval == 0 and not is_run_end:

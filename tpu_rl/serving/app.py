@@ -281,7 +281,9 @@ class App:
             async for item in items:
                 if isinstance(item, Reply):
                     ids = prompt + item.turn.tokens
-                    account.history.add(request.messages, request.tools, item.message, ids)
+                    account.history.add(
+                        request.messages, request.tools, item.message, ids, item.stop or ""
+                    )
                 yield item
 
     async def items(

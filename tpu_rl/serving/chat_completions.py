@@ -39,12 +39,12 @@ def _message(value: Any, place: str, images: protocol.Images) -> dict[str, Any]:
         message |= protocol.content_of(content, ("text",), f"{place}.content", images)
     if calls:
         message["tool_calls"] = calls
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         text = fields.take(name, str)
-        if text is not None:
+        if text is not None and (text or name != "reasoning_content"):
             message[name] = text
     # Clients send back the messages that they got, with all keys of their own types.
-    for name in ("refusal", "audio", "function_call", "annotations", "reasoning_content"):
+    for name in ("refusal", "audio", "function_call", "annotations"):
         fields.only(name, "", [])
     fields.finish()
     return message

@@ -66,7 +66,11 @@ def _conversation(fields: Fields) -> ChatRequest:
     choice.only("disable_parallel_tool_use", False)
     kind = choice.take("type", str, lambda kind: kind in ("auto", "none"))
     choice.finish()
-    fields.only("thinking", {"type": "disabled"})
+    # What the model writes is text here, so that there are no thoughts to ask for or to clear.
+    fields.only("thinking", {"type": "disabled"}, {"type": "adaptive"})
+    cleared = {"type": "clear_thinking_20251015", "keep": "all"}
+    fields.only("context_management", {"edits": [cleared]}, {"edits": []})
+    fields.only("output_config", {}, {"effort": "high"})  # That of requests which say nothing.
     fields.ignore("cache_control")
     shown = (tools or None) if kind != "none" else None
     return ChatRequest(messages, shown, protocol.Options(), images)

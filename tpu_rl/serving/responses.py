@@ -39,9 +39,11 @@ def parse(body: Any) -> ChatRequest:
         fields.only(name, value)
     fields.only("truncation", "disabled")
     fields.only("service_tier", "auto", "default")
-    fields.only("reasoning", {})
+    # Nothing here has reasoning of its own, of which a summary would say something.
+    reasoning = Fields(fields.take("reasoning", dict) or {}, "reasoning")
+    reasoning.finish("summary")
     fields.only("top_logprobs", 0)
-    fields.ignore("prompt_cache_key", "prompt_cache_retention")
+    fields.ignore("client_metadata", "prompt_cache_key", "prompt_cache_retention")
     limits = ("max_output_tokens", *protocol.TOKEN_LIMITS)
     options = protocol.options(fields, logprobs=LOG_PROBS in include, limits=limits)
     return ChatRequest(messages, (tools or None) if choice != "none" else None, options, images)
@@ -49,8 +51,12 @@ def parse(body: Any) -> ChatRequest:
 
 def _tool(value: Any, place: str) -> dict[str, Any]:
     fields = Fields(value, place)
-    if fields.require("type", str) != "function":
-        raise ApiError(400, f"{place} is no function, and no other tools are here", place)
+    kind = fields.require("type", str)
+    if kind != "function":
+        kind = f"a {kind[: protocol.MAX_TEXT]!r}"
+        raise ApiError(
+            400, f"{place} is {kind} and no function, and no other tools are here", place
+        )
     fields.only("defer_loading", False)
     schema = protocol.tool(fields, fields.take("parameters", dict))
     fields.finish("strict")
