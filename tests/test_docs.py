@@ -174,6 +174,20 @@ def test_selected_tests_exist(page):
         assert {word for word in words if not any(word in name for name in names)} == set(), command
 
 
+HOW_TO = [
+    page
+    for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+    if page.name != "off_policy_rollouts.md"
+]
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=name_of)
+def test_a_how_to_page_is_short_and_leads_with_a_command(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert any(line.startswith(("```", "    gcloud")) for line in lines[:20])
+
+
 # --- troubleshooting ---
 
 

@@ -757,7 +757,7 @@ READING = [
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model", "flags", "topology"), READING, ids=["qwen", "gemma"])
 def test_models_that_read_images_compile_for_a_tpu(model, flags, topology, monkeypatch):
-    """The table of docs/how-to/images.md is of the same flags."""
+    """The table of docs/benchmarks/images.md is of the same flags."""
     monkeypatch.setattr(sampling, "cache_lengths", lambda most: [most])
     config = configuration.parse(
         ["grpo", "--model.path", model, *flags, "--model.dtype", "bfloat16", "--reward", "math"]

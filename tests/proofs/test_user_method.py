@@ -1,4 +1,4 @@
-"""The methods of docs/how-to/adding_an_algorithm.md as a user's files."""
+"""The methods of docs/reference/algorithms.md as a user's files."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from tpu_rl.algos import GrpoConfig
 from tpu_rl.commands.tools import check
 from tpu_rl.proofs import PROOFS, Battery, case_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "adding_an_algorithm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md"
 
 
 def block_with(text: str) -> str:

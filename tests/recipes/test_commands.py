@@ -1,4 +1,4 @@
-"""The commands of recipes/README.md parse, and the files that they name exist."""
+"""The commands of recipes/README.md and of its results parse, and the files they name exist."""
 
 import re
 import shlex
@@ -12,7 +12,8 @@ from tpu_rl.commands.recipe import recipe_file
 from tpu_rl.experience.config import FileData
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+PAGES = (ROOT / "recipes" / "README.md", ROOT / "docs" / "benchmarks" / "recipes.md")
+TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", " ")
 COMMANDS = re.findall(r"^python launch/run\.py (.*)$", TEXT, re.MULTILINE)
 CHAINS = re.findall(r"^python launch/recipe\.py (\S+)", TEXT, re.MULTILINE)
 PARTS = ("train", "held_out")
