@@ -165,6 +165,9 @@ class Role(NamedTuple):
     """(full params tree, hidden [..., D]) -> [..., V] float32; for a head, its outputs [..., K]."""
     exact: bool = False
     """True if log-probs of sampler and trainer have equal bits (see `models.exact`)."""
+    whole_logits: bool = False
+    """True if the logits of a micro-batch's actions are computed at once (see
+    `losses.log_probs.log_probs_of_hidden`)."""
 
 
 Roles = Mapping[str, Role]

@@ -84,6 +84,26 @@ def test_as_many_rows_are_in_memory_as_fit():
     assert chosen(1, rows=3) == (3, "")
 
 
+def test_logits_are_whole_where_they_fit_on_a_device_alone():
+    config = experiment(micro_batch_rows=2)
+    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    model = plan_steps.read_model(config)
+
+    def with_logits(value):
+        return dataclasses.replace(
+            config, batch=dataclasses.replace(config.batch, whole_logits=value)
+        )
+
+    def chosen(memory, value="auto", mesh=mesh):
+        return meshes.choose_logits(with_logits(value), model, mesh, memory).batch.whole_logits
+
+    planned = plan_steps.plan_stage(with_logits("on"), config.stages[0], mesh, model)
+    fits = int(meshes.update_bytes(planned, 2) / meshes.UPDATE_MEMORY) + 1
+    assert (chosen(fits), chosen(fits - 2), chosen(None)) == ("on", "off", "auto")
+    assert (chosen(fits, "off"), chosen(1, "on")) == ("off", "on")
+    assert chosen(fits, mesh=abstract_mesh(fsdp=2)) == "auto"
+
+
 def test_memory_of_an_update_by_formula():
     """Two layers of 10,240 weights in products of 40 dimensions, with 80 of norms; 131 words."""
     decoder = tiny("llama3").model.config
@@ -96,6 +116,10 @@ def test_memory_of_an_update_by_formula():
     gradients, logits, kept, layer = 12 * 1000, 8 * 131 * 6, 40 * 2 * 40, 40 * 3 * 256
     assert bytes_of(alone) == gradients + logits + kept + layer
     assert bytes_of(alone, "save-dots") == bytes_of(alone) + 40 * 2 * 256
+    # All logits and, in bfloat16, their gradients.
+    assert update_memory.temporaries(decoder, 1000, 10, None, alone) == (
+        bytes_of(alone) + 8 * 131 * 4
+    )
     # With the last norm, layers have 10,340 weights each.
     assert bytes_of(alone | {"fsdp": 2}) == bytes_of(alone) + 12 * (10_340 + 131 * 40)
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl import cost_model
 from tpu_rl.losses import log_probs
 from tpu_rl.losses.log_probs import k1, k2, k3, token_log_probs
 from tpu_rl.models import layers
@@ -136,12 +137,18 @@ def test_gradient_equals_that_of_plain_log_softmax_at_every_chunk_size():
         )
 
     expected = jax.jit(jax.grad(plain))(PARAMS)["policy"]
-    for chunk_tokens in (12, 10_000):
+    for role, chunk_tokens in (
+        (POLICY, 12),
+        (POLICY, 10_000),
+        (POLICY._replace(whole_logits=True), None),
+    ):
 
-        def chunked(params: tiny.Params, chunk_tokens: int = chunk_tokens) -> jax.Array:
+        def chunked(
+            params: tiny.Params, role: Role = role, chunk_tokens: int | None = chunk_tokens
+        ) -> jax.Array:
             return jnp.sum(
                 packed
-                * token_log_probs(POLICY, params, rows, 0.7, chunk_tokens=chunk_tokens).log_probs
+                * token_log_probs(role, params, rows, 0.7, chunk_tokens=chunk_tokens).log_probs
             )
 
         actual = jax.jit(jax.grad(chunked))(PARAMS)["policy"]
@@ -231,18 +238,28 @@ def test_a_tpu_holds_one_array_of_the_logits():
     def logits(params, hidden):
         return jnp.einsum("...d,vd->...v", hidden, params, preferred_element_type=jnp.float32)
 
-    role = Role(lambda params, rows: params, logits)
+    role = Role(lambda params, rows: params, logits, whole_logits=True)
 
-    def loss(hidden, matrix, tokens):
-        rows = PackedRows(*(tokens,) * 6)
-        values = log_probs.log_probs_of_hidden(role, matrix, hidden, rows, chunk_tokens=512)
-        return values.log_probs.sum(), values.entropy
+    def compiled(tokens, chunk_tokens):
+        def loss(hidden, matrix, tokens):
+            rows = PackedRows(*(tokens,) * 6)
+            values = log_probs.log_probs_of_hidden(
+                role, matrix, hidden, rows, chunk_tokens=chunk_tokens
+            )
+            return values.log_probs.sum(), values.entropy
 
-    arguments = shape(1, 512, 128), shape(131072, 128), shape(1, 512, dtype=jnp.int32)
-    program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).compile()
-    stats = program.memory_analysis()
+        arguments = shape(1, tokens, 128), shape(131072, 128), shape(1, tokens, dtype=jnp.int32)
+        program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).compile()
+        operations = cost_model.operations(cost_model.read(program.as_text() or ""))
+        return program.memory_analysis(), cost_model.total_flops(operations)
+
+    stats, flops = compiled(512, None)
     assert stats is not None
     assert stats.temp_size_in_bytes < 1.2 * 4 * 512 * 131072
+    # Logits and the gradient of states. In two chunks, logits are computed twice.
+    product = 2 * 512 * 128 * 131072
+    assert 2 * product <= flops < 2.1 * product
+    assert 3 * product <= compiled(512, 256)[1] < 3.1 * product
 
 
 def test_estimators_by_hand():

@@ -15,7 +15,7 @@ from tpu_rl import cost_model, models
 from tpu_rl.commands import compose
 from tpu_rl.commands.config import MeshConfig
 from tpu_rl.planner.steps import chip_bytes
-from tpu_rl.sampler import SegmentConfig
+from tpu_rl.sampler import SamplerConfig, SegmentConfig, sample_tokens
 from tpu_rl.train import sharding, update_step
 
 ROWS, LENGTH = 32, 1024
@@ -182,6 +182,24 @@ def test_logits_stay_on_their_shards():
     mesh = sharding.sampling_mesh(sharding.make_mesh(fsdp=4, devices=tpu_devices("v5e:2x2")), 4)
     program, _ = compile_decoding(model_of("llama", 4, vocabulary), mesh, ROWS, LENGTH)
     assert max(size for _, size in collectives(program)) < ROWS * vocabulary / 4
+
+
+@needs_libtpu
+def test_sampling_reads_the_logits_once():
+    """Behind their product, one pass sums blocks; no second array of their size is written."""
+    rows, vocabulary = 128, 128 * 1187
+    place = SingleDeviceSharding(tpu_devices("v5e:2x2")[0])
+    logits, uniform = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=place)
+        for shape in ((rows, vocabulary), (rows,))
+    )
+    config = SamplerConfig(max_new_tokens=1, temperature=0.7)
+    sample = jax.jit(lambda logits, uniform: sample_tokens(logits, uniform, config))
+    program = sample.lower(logits, uniform).compile()
+    operations = cost_model.operations(cost_model.read(program.as_text() or ""))
+    # The largest, in the product's own pass if there is one, and the sums of blocks.
+    assert sum(op.times * op.bytes for op in operations) < 2.2 * 4 * rows * vocabulary
+    assert not copies(program, rows * vocabulary)
 
 
 @needs_libtpu

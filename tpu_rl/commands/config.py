@@ -776,6 +776,7 @@ rate is constant."""
 
 
 ADDED = {
+    "batch": {"whole_logits": "auto"},
     "evaluation": {"sets": []},
     "sampling": {"during_updates": False},
     "algorithm": {"thought_weight": 1.0, "thought_end": []},

@@ -128,13 +128,14 @@ def choose_rows(
 def choose_programs(
     config: ExperimentConfig, model: Model, devices: Devices
 ) -> tuple[ExperimentConfig, list[str]]:
-    """Return the configuration with values for --batch.whole-products and --sampling flags of
-    meshes and slots, and lines about those that are not the plain ones."""
+    """Return the configuration with values for --batch.whole-logits, --batch.whole-products and
+    --sampling flags of meshes and slots, and lines about those that are not the plain ones."""
     planner = _planner(devices)
     if planner is None:
         return config, []
     mesh = devices.mesh
     memory = planner.device_memory(mesh)
+    config = planner.choose_logits(config, model, mesh, memory)
     config, products = planner.choose_products(config, model, mesh, memory)
     config, decoding = planner.choose_sampling(config, model, mesh, memory, devices.sampler)
     return config, [line for line in (products, decoding) if line]

@@ -628,7 +628,8 @@ def bind(
         select = place(config, name)
         if trunk is not None:
             return models.head_role(role(trunk), select)
-        return models.role(role_models[name], select)
+        whole_logits = config.batch.whole_logits == "on"
+        return models.role(role_models[name], select)._replace(whole_logits=whole_logits)
 
     return {name: role(name) for name in algorithm.roles}
 

@@ -124,6 +124,9 @@ class BatchConfig:
     them. off: XLA cuts large products in windows, which takes 1 to 2 GiB less of a device's memory,
     more time by the compiler's estimate, and rounds sums twice. auto: on if the update fits by
     estimate."""
+    whole_logits: Literal["auto", "on", "off"] = "auto"
+    """Keep the logits of a micro-batch for the backward pass, and do not compute them again in
+    parts. auto: on if a device works alone, its memory is known and the update fits by estimate."""
     share_prefixes: bool = True
     """Store the prompt of a group, and whatever else its completions share, once in a packed row.
     Models with a recurrent state (Qwen3.5) need False, which repeats it for each completion."""

@@ -122,13 +122,19 @@ def log_probs_of_hidden(
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
 ) -> TokenLogProbs:
-    """Compute `token_log_probs` from hidden states [R, S, D]."""
+    """Compute `token_log_probs` from hidden states [R, S, D].
+
+    With `Role.whole_logits` there is one chunk. The compiler then keeps its logits for the backward
+    pass, which would compute those of several chunks again.
+    """
 
     def chunk_log_probs(tokens: Array, states: Array) -> tuple[Array, Array]:
         logits = role.logits(params, states) / temperature
         log_probs, entropy = log_probs_of_logits(logits, tokens, role.exact)
         return log_probs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
+    if chunk_tokens is None and role.whole_logits:
+        chunk_tokens = rows.tokens.size
     chunk_tokens = chunk_tokens or tokens_at_once(vocabulary(role, params, hidden))
     log_probs, entropy = over_actions(chunk_log_probs, rows, hidden, chunk_tokens=chunk_tokens)
     predicted = (rows.positions > 0) & (rows.segment_ids > 0)

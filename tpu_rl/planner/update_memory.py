@@ -8,6 +8,7 @@ the model computes in:
                             and the weights in the dtype of the computation
     3 c (layer + V d)       a layer and the unembedding, gathered, the next, and their gradients
     8 V tokens              logits in float32 and their gradients, of a chunk of tokens
+    (4 + c) V tokens        the same of all tokens, with --batch.whole-logits
     tokens c L d            what enters each layer, which --model.remat full keeps
     3 tokens c w / d        the products of a layer that is computed again, and their gradients
 
@@ -35,7 +36,7 @@ def temporaries(
     config: DecoderConfig,
     own_weights: int,
     tokens: int,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     sizes: Mapping[str, int],
 ) -> int:
     """Return the bytes that an update takes on a chip beside the train state.
@@ -44,7 +45,7 @@ def temporaries(
         config: the model that learns; the largest, if there are several.
         own_weights: trained weights of a chip.
         tokens: tokens of a chip in one micro-batch.
-        chunk_tokens: the most tokens whose logits a chip holds at once.
+        chunk_tokens: the most tokens whose logits a chip holds at once; None: all, which it keeps.
         sizes: mesh axis -> size.
     """
     tensor = sizes["tensor"]
@@ -64,6 +65,8 @@ def temporaries(
     gathered = (in_layers / layers / sizes["expert"] + hidden * outputs) / tensor
     if all(sizes[axis] == 1 for axis in sharding.RULES["embed"]):
         gathered = 0.0
-    logits = 8 * outputs / tensor * min(tokens, chunk_tokens)
+    logits = 8 * outputs / tensor * min(tokens, chunk_tokens or tokens)
+    if chunk_tokens is None:
+        logits *= (4 + size) / 8
     weights = own_weights * (4 + 2 * size) + 3 * size * gathered
     return int(weights + logits + size * tokens * (kept_per_token + 3 * products))

@@ -8,6 +8,7 @@ log-probability.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,33 +84,47 @@ def sample_tokens(
         sampled from: with penalty and bias, truncated and renormalized; if greedy, it is 0.
     """
     scale = 1.0 if config.greedy else config.temperature
-    below_max, mass = _unnormalized(logits / scale)
-    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
+    below_max, below_max_at = _below_max(logits, scale)
+    mass = jnp.exp(below_max)
+    block_mass = _block_masses(mass)
+    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(block_mass, axis=-1))
     changed_logits = penalize(logits, config, seen)
-    changed_below_max = below_max
-    changed_mass = mass
+    changed, changed_at = below_max, below_max_at
     if changed_logits is not logits:
-        changed_below_max, changed_mass = _unnormalized(changed_logits / scale)
+        changed, changed_at = _below_max(changed_logits, scale)
     if config.greedy:
         # The first of the largest logits; jnp.argmax is slower on a CPU. NaN equals nothing, so
         # that the default keeps the result within the vocabulary.
         vocabulary = logits.shape[-1]
         ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
-        token = jnp.min(jnp.where(changed_below_max == 0, ids, vocabulary - 1), axis=-1)
-        return token, _at(below_max, token) - log_total, jnp.zeros_like(log_total)
+        token = jnp.min(jnp.where(changed == 0, ids, vocabulary - 1), axis=-1)
+        return token, below_max_at(token[:, None])[:, 0] - log_total, jnp.zeros_like(log_total)
+    changed_mass = mass if changed is below_max else jnp.exp(changed)
     truncated_mass = truncate(changed_mass, config)
-    token = invert_cdf(truncated_mass, uniform)
-    log_prob = _at(below_max, token) - log_total
     if truncated_mass is mass:
+        token = _invert(
+            block_mass, lambda ids: jnp.exp(below_max_at(ids)), uniform, logits.shape[-1]
+        )
+        log_prob = below_max_at(token[:, None])[:, 0] - log_total
         return token, log_prob, log_prob
+    token = invert_cdf(truncated_mass, uniform)[:, None]
     truncated_log_total = jnp.log(jnp.sum(truncated_mass, axis=-1))
-    return token, log_prob, _at(changed_below_max, token) - truncated_log_total
+    log_prob = below_max_at(token)[:, 0] - log_total
+    return token[:, 0], log_prob, changed_at(token)[:, 0] - truncated_log_total
 
 
-def _unnormalized(scaled_logits: Array) -> tuple[Array, Array]:
-    """[B, V] -> (logits minus the row's largest logit, exp of that difference), both [B, V]."""
-    below_max = scaled_logits - jnp.max(scaled_logits, axis=-1, keepdims=True)
-    return below_max, jnp.exp(below_max)
+def _below_max(logits: Array, scale: float) -> tuple[Array, Callable[[Array], Array]]:
+    """Divide logits [B, V] by `scale` and subtract the largest of each row.
+
+    Also returns the function that computes the same for tokens [B, K] alone, so that the result for
+    all tokens need not be stored.
+    """
+    largest = jnp.max(logits / scale, axis=-1, keepdims=True)
+
+    def at(ids: Array) -> Array:
+        return jnp.take_along_axis(logits, ids, axis=-1) / scale - largest
+
+    return logits / scale - largest, at
 
 
 def penalize(logits: Array, config: SamplerConfig, seen: Array | None) -> Array:
@@ -187,22 +202,48 @@ def invert_cdf(mass: Array, uniform: Array) -> Array:
             flush it to zero and others do not.
         uniform: [B] float32 in [0, 1).
     """
-    mass = jnp.where(mass >= jnp.finfo(jnp.float32).tiny, mass, 0.0)
+    return _invert(
+        _block_masses(mass),
+        lambda ids: jnp.take_along_axis(mass, ids, axis=-1),
+        uniform,
+        mass.shape[-1],
+    )
+
+
+def _without_subnormal(mass: Array) -> Array:
+    return jnp.where(mass >= jnp.finfo(jnp.float32).tiny, mass, 0.0)
+
+
+def _block_masses(mass: Array) -> Array:
+    """Sum `mass` [B, V] over blocks -> [B, blocks].
+
+    No block crosses two shards of the vocabulary: devices would gather all of it.
+    """
     rows, vocabulary = mass.shape
-    # No block crosses two shards of the vocabulary: devices would gather all of it.
+    shards = sharding.spread("vocab", vocabulary)
+    mass = _without_subnormal(mass).reshape(rows, shards, -1)
+    mass = jnp.pad(mass, ((0, 0), (0, 0), (0, -mass.shape[-1] % BLOCK)))
+    # Eight rows of a block are a tile of a TPU's memory: so it copies no array of this size.
+    tile = math.gcd(rows // sharding.spread("slots", rows), 8)
+    sums = jnp.sum(mass.reshape(rows // tile, tile, -1, BLOCK), axis=-1)
+    # Without the barrier, a sum of these sums would be another pass over the logits.
+    return jax.lax.optimization_barrier(sums.reshape(rows, -1))
+
+
+def _invert(
+    block_mass: Array, mass_of: Callable[[Array], Array], uniform: Array, vocabulary: int
+) -> Array:
+    """Return the tokens [B] of `invert_cdf`, from `_block_masses` and the function tokens [B, K] ->
+    their masses."""
     shards = sharding.spread("vocab", vocabulary)
     shard_tokens = vocabulary // shards
-    shard_mass = mass.reshape(rows, shards, shard_tokens)
-    padding = (0, -shard_tokens % BLOCK)
-    blocks = jnp.pad(shard_mass, ((0, 0), (0, 0), padding)).reshape(rows, -1, BLOCK)
-    block_mass = jnp.sum(blocks, axis=-1)
     block, remainder = _invert_level(block_mass, uniform * jnp.sum(block_mass, axis=-1))
-    mass_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    shard, block_of_shard = jnp.divmod(block, blocks.shape[1] // shards)
-    token_of_shard = block_of_shard * BLOCK + _invert_level(mass_in_block, remainder)[0]
+    shard, block_of_shard = jnp.divmod(block, block_mass.shape[-1] // shards)
+    places = block_of_shard[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
     # Without any mass, as after NaN, the last place is the padding's.
-    token_of_shard = jnp.minimum(token_of_shard, shard_tokens - 1)
-    return shard * shard_tokens + token_of_shard
+    ids = shard[:, None] * shard_tokens + jnp.minimum(places, shard_tokens - 1)
+    mass = jnp.where(places < shard_tokens, _without_subnormal(mass_of(ids)), 0.0)
+    return _at(ids, _invert_level(mass, remainder)[0])
 
 
 def _invert_level(mass: Array, target: Array) -> tuple[Array, Array]:

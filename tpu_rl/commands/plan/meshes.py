@@ -65,14 +65,16 @@ def choose_rows(
     """Return the configuration with a value for --batch.micro-batch-rows, and a line about it.
 
     The number is one row for each of the devices that share rows, twice that, four times ...: the
-    largest whose update fits by estimate, but no more than make `MICRO_BATCHES` of a step. More
-    rows gather weights and add gradients less often. A number that is given stays. Where the memory
-    is unknown, the number is `BatchConfig.rows_at_once`. The line is empty in both cases.
+    largest whose update fits by estimate, with whole logits if those of one row do, but no more
+    than make `MICRO_BATCHES` of a step. More rows gather weights and add gradients less often. A
+    number that is given stays. Where the memory is unknown, the number is
+    `BatchConfig.rows_at_once`. The line is empty in both cases.
     """
     if config.batch.micro_batch_rows or memory is None:
         return with_micro_batch(config, config.batch.rows_at_once), ""
     devices = row_devices(mesh)
-    needed = _largest_update(config, model, mesh)
+    one_row = choose_logits(with_micro_batch(config, devices), model, mesh, memory)
+    needed = _largest_update(one_row, model, mesh)
     texts = math.ceil(config.batch.prompts * config.batch.group_size / config.batch.num_minibatches)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     rows_of_step = math.ceil(texts / max(1, config.batch.row_length // length))
@@ -83,6 +85,21 @@ def choose_rows(
     share = f"{rows // devices} on each of {devices} devices"
     line = f"micro-batches of {rows} rows, {share} (--batch.micro-batch-rows)"
     return with_micro_batch(config, rows), line
+
+
+def choose_logits(
+    config: ExperimentConfig, model: Model, mesh: Mesh, memory: int | None
+) -> ExperimentConfig:
+    """Return the configuration with a value for --batch.whole-logits; a value that is given stays.
+
+    On a mesh, a device has few rows, whose chunks are large (`log_probs.CHUNK_TOKENS`).
+    """
+    if config.batch.whole_logits != "auto" or mesh.size > 1 or memory is None:
+        return config
+    whole = replace(config, batch=replace(config.batch, whole_logits="on"))
+    if _largest_update(whole, model, mesh)(config.batch.rows_at_once) <= UPDATE_MEMORY * memory:
+        return whole
+    return replace(config, batch=replace(config.batch, whole_logits="off"))
 
 
 WHOLE_PRODUCTS_MEMORY = 1.06
@@ -130,9 +147,10 @@ def update_bytes(planned: StagePlan, rows: int) -> int:
         if spec.trainable and spec.trunk_of is None
     ]
     tokens = rows * context.config.batch.row_length // sizes["context"]
+    whole = context.config.batch.whole_logits == "on"
     with jax.sharding.use_abstract_mesh(context.mesh.abstract_mesh):
         chunks = [
-            log_probs.tokens_at_once(decoder.num_outputs or decoder.vocab.size)
+            None if whole else log_probs.tokens_at_once(decoder.num_outputs or decoder.vocab.size)
             for decoder in learners
         ]
     state = sum(plan_steps.state_bytes(planned).values())
