@@ -43,6 +43,7 @@ FOREIGN_FLAGS = {
     "SLURM": {"nodes", "gpus-per-node", "gpus-per-task", "ntasks-per-node", "requeue"},
     "XPK": {"cluster", "workload", "tpu-type", "docker-image"}
     | {"max-restarts", "restart-on-exit-codes"},
+    "TRL": {"dataset_name", "model_name_or_path"},
     "XLA": {"xla_cpu_experimental_ynn_fusion_type", "xla_gpu_exclude_nondeterministic_ops"},
 }
 """Flags in the documentation that no program of this repository declares."""

@@ -35,7 +35,7 @@ WINGS = {
     "commands.plan": "plan, and choices by estimates",
     "commands.recipe": "chains of runs",
     "commands.serve": "serve, chat",
-    "commands.tools": "check, combine, doctor, export, report, translate, verify",
+    "commands.tools": "check, combine, doctor, export, report, translate, verify, watch",
 }
 """Folder of tpu_rl -> what it holds. All others are the core: it reaches a wing by a table of
 `tpu_rl.wings` only."""

@@ -363,13 +363,13 @@ def test_summary_is_written_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def console_output(terminal: bool, *written: dict) -> str:
+def console_output(terminal: bool, *written: dict, show: int = 0, samples=()) -> str:
     file = io.StringIO()
     console = metrics.Console(
-        0, 100, rich.console.Console(file=file, force_terminal=terminal, width=200)
+        0, 100, rich.console.Console(file=file, force_terminal=terminal, width=200), show
     )
     for row in written:
-        console.write({"time": 0.0, **row})
+        console.write({"time": 0.0, **row}, samples)
     console.close()
     return file.getvalue()
 
@@ -391,6 +391,20 @@ def test_plain_lines_show_what_is_measured():
     assert first.endswith("gap 2e-06")  # It compiled, so that it tells no time.
     assert second.startswith("step  10/100  reward 0.500  accuracy 62.5%  ")
     assert second.endswith(" left")
+
+
+def test_the_best_and_the_worst_completion_of_every_second_step():
+    rewards = {"four": 0.5, "[red]\nfive\x1b[31m": 1.0, "six": 0.0, "seven": None, "nan": math.nan}
+    samples = [
+        {"prompt": "2+3=", "completion": text, "reward": reward} for text, reward in rewards.items()
+    ]
+    text = console_output(False, {"step": 1}, {"step": 2}, show=2, samples=samples)
+    assert text.splitlines()[2:] == [
+        "  best 1.000  2+3= -> [red]\\nfive",
+        "  worst 0.000  2+3= -> six",
+    ]
+    assert list(metrics.extremes(samples[3:])) == []
+    assert len(list(metrics.extremes(samples[:1]))) == 1
 
 
 def test_supervised_runs_show_their_loss():

@@ -31,7 +31,7 @@ import rich.console
 import yaml
 
 from tpu_rl import run_files
-from tpu_rl.errors import MachineError
+from tpu_rl.errors import MachineError, printable
 from tpu_rl.redaction import REPLACEMENT, redact, redact_environment
 
 METRICS_FILE = run_files.METRICS
@@ -43,6 +43,8 @@ DASHBOARDS = ("wandb", "trackio")
 """Packages that a run may send its metrics to."""
 TABLE_ROWS = 16
 """Completions of such a table, at most."""
+SHOWN_CHARACTERS = 320
+"""Characters of a prompt or a completion on the console, at most."""
 
 
 def open_metrics(
@@ -53,6 +55,7 @@ def open_metrics(
     wandb: bool = False,
     trackio: bool = False,
     config: Mapping[str, Any] | None = None,
+    show: int = 0,
 ) -> Sink:
     """Open the records of a run.
 
@@ -65,6 +68,7 @@ def open_metrics(
       wandb: whether to send metrics to Weights & Biases.
       trackio: whether to send metrics to trackio.
       config: the configuration of the run, for dashboards. They get it without secrets.
+      show: steps between those whose best and worst completion the console prints; 0 for none.
 
     Raises:
       MachineError: wandb or trackio is wanted and not installed.
@@ -83,7 +87,7 @@ def open_metrics(
         copies.extend(open_tensorboard(folder / "tensorboard", resume_step + 1, config))
     for name in (METRICS_FILE, SAMPLES_FILE):
         run_files.truncate_after(folder / name, resume_step)
-    console = Console(max(resume_step, 0), total_steps)
+    console = Console(max(resume_step, 0), total_steps, show=show)
     return Sink(
         [JsonLines(folder / METRICS_FILE), *copies, console], JsonLines(folder / SAMPLES_FILE)
     )
@@ -465,8 +469,13 @@ class Console:
     """Prints one line per step, and a progress bar below the lines if the output is a terminal."""
 
     def __init__(
-        self, first_step: int, total_steps: int, console: rich.console.Console | None = None
+        self,
+        first_step: int,
+        total_steps: int,
+        console: rich.console.Console | None = None,
+        show: int = 0,
     ):
+        self._show = show
         self._console = console or rich.console.Console(highlight=False)
         self._total_steps = total_steps
         self._step_ends: deque[float] = deque(maxlen=21)
@@ -479,8 +488,7 @@ class Console:
             self._bar.start()
 
     def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Print the line of one step."""
-        del samples
+        """Print the line of one step, and now and then two of its completions."""
         step = row["step"]
         remaining = self._remaining(step)
         numbers = list(_numbers(row))
@@ -493,6 +501,9 @@ class Console:
             columns = [f"{label} {number}" for label, number in numbers]
             parts = [head, *columns, *[remaining] * bool(remaining)]
             print("  ".join(parts), file=self._console.file, flush=True)
+        if self._show and step % self._show == 0:
+            for line in extremes(samples):
+                self._console.print(line, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         """Remove the progress bar."""
@@ -511,6 +522,23 @@ class Console:
             return ""
         per_step = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         return f"{_duration((self._total_steps - step) * per_step)} left"
+
+
+def extremes(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line about the completion with the highest reward, and one about the lowest."""
+    judged = [sample for sample in samples if _json_safe(sample.get("reward")) is not None]
+    judged.sort(key=lambda sample: sample["reward"])
+    for name, chosen in (("best", judged[-1:]), ("worst", judged[:-1][:1])):
+        for sample in chosen:
+            prompt, completion = (_in_a_line(sample.get(key)) for key in ("prompt", "completion"))
+            yield f"  {name} {sample['reward']:.3f}  {prompt} -> {completion}"
+
+
+def _in_a_line(value: Any) -> str:
+    """Return a prompt or a completion without secrets and controls, its middle left out."""
+    words = printable(redact_environment(_as_text(value)).replace("\n", "\\n"))
+    half = SHOWN_CHARACTERS // 2
+    return words if len(words) <= 2 * half else f"{words[:half]} ... {words[-half:]}"
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ tpu-rl compare A B ...                      the same as python launch/compare.py
 tpu-rl test-time -- PRESET --flags          the same as python launch/test_time.py
 tpu-rl check-reward NAME ROWS.jsonl         the same as python launch/check_reward.py
 tpu-rl translate FILE.yaml                  print our settings for a file of TRL or verl
+tpu-rl watch RUN_DIR                        draw a run's curves and completions in the terminal
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
 """
@@ -46,6 +47,7 @@ COMMANDS = {
     "test_time": "evaluate.test_time",
     "translate": "tools.translate",
     "verify": "tools.verify",
+    "watch": "tools.watch",
 }
 """Command -> its module in `tpu_rl.commands`, which has `main(argv)`."""
 

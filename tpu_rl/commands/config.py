@@ -115,7 +115,7 @@ class EvaluationConfig:
     """Steps between evaluations. There is always one before the first and one after the last step.
     """
     reward: str | None = None
-    """The reward that says what is correct (above 0.5). The default is the first --reward."""
+    """The reward that says what is correct, or grades. The default is the first --reward."""
     metrics: tuple[str, ...] = ()
     """Further rewards to measure on the same completions. Those of --reward always are."""
     turns: tuple[int, ...] = ()
@@ -149,6 +149,8 @@ class SamplesConfig:
     max_per_step: ranges.CountOrNone = 32
     """Completions that it keeps of such a step: whole groups, evenly chosen over the batch; 0 keeps
     none."""
+    show: Annotated[ranges.CountOrNone, ranges.Needs("max_per_step")] = 0
+    """Steps between those whose best and worst kept completion the terminal shows; 0 shows none."""
 
 
 @dataclass(frozen=True)

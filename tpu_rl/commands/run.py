@@ -357,6 +357,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 wandb=config.wandb,
                 trackio=config.trackio,
                 config=to_dict(config),
+                show=config.samples.show,
             ) as sink,
             ExitStack() as open_sources,
         ):

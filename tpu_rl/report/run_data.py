@@ -204,7 +204,7 @@ def _summary(folder: Path, steps: int) -> dict[str, Any]:
 # --- rows ---
 
 
-def _lines_backward(path: Path) -> Iterator[bytes]:
+def lines_backward(path: Path) -> Iterator[bytes]:
     """Return the lines of a file from the last one to the first."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -234,7 +234,7 @@ def _early_and_late(
         return [], []
     count = max(1, min(MAX_SAMPLED_STEPS, num_steps // 10))
     early = _of_first_steps(run_files.read_rows(path), count)
-    late = _of_first_steps(run_files.rows_of(path, _lines_backward(path)), count)[::-1]
+    late = _of_first_steps(run_files.rows_of(path, lines_backward(path)), count)[::-1]
     if not early or early[0]["step"] == late[-1]["step"]:
         return [], []
     if early[-1]["step"] >= late[0]["step"]:

@@ -111,9 +111,9 @@ class Flags:
     images: bool = False
     """Read images with a model directory of Gemma 3 or 4, as --model.images in training."""
     reward: tuple[str, ...] = ()
-    """Terms as in training. Above 0.5 of the first reward is correct, and the mean of each is
-    reported. The default are the rewards that the preset or run measures; for a model and a file
-    with a column `answer`, gsm8k."""
+    """Terms as in training; the mean of each is reported. The first says what is correct if its
+    values are 0 and 1, or -1 and 1; others grade. The default are the rewards that the preset or
+    run measures; for a model and a file with a column `answer`, gsm8k."""
     environment: str | None = None
     """The environment that answers the model; "" for none. The default is the preset's or run's."""
     stop_strings: tuple[str, ...] | None = None
