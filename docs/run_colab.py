@@ -27,7 +27,7 @@ NOTEBOOK = Path(__file__).with_name("colab.ipynb")
 COLORS = 64
 """Colors of the picture, so that the notebook stays small."""
 RUN = re.compile(r'(?m)^RUN = "runs/\w+"$')
-STEPS = re.compile(r"--steps \d+")
+STEPS = re.compile(r"(--steps |\bSTEPS = )\d+")
 COMMAND = re.compile(r"(?m)^!((?:.*\\\n)*.*)$")
 """What a shell does."""
 
@@ -113,7 +113,7 @@ def run(
     for i, program in programs(run_dir, notebook_path, without):
         program = program.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}")
         if short:
-            program = STEPS.sub("--steps 3", program)
+            program = STEPS.sub(r"\g<1>3", program)
         cell = notebook["cells"][i]
         has_curve = tagged(cell, "curve")
         printed = io.StringIO()

@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"
 CHAIN = ROOT / "docs" / "chain.ipynb"
 KAGGLE = ROOT / "docs" / "kaggle.ipynb"
+VISION = ROOT / "docs" / "vision.ipynb"
+TINKER = ROOT / "docs" / "tinker.ipynb"
 PROGRAM = ROOT / "docs" / "run_colab.py"
 
 
@@ -147,7 +149,7 @@ def cells_of(notebook, tag):
 
 def test_the_notebooks_install_alike_and_refuse_an_address_that_is_not_set(run_colab, tmp_path):
     [cell] = cells_of(NOTEBOOK, "install")
-    assert cells_of(CHAIN, "install") == cells_of(KAGGLE, "install") == [cell]
+    assert all(cells_of(one, "install") == [cell] for one in (CHAIN, KAGGLE, VISION, TINKER))
     program = dict(run_colab.programs(tmp_path, NOTEBOOK, without=()))
     with pytest.raises(RuntimeError, match="set REPOSITORY"):
         exec(program[min(program)], {})
@@ -176,6 +178,32 @@ def test_the_installation_keeps_the_machines_jax(run_colab, monkeypatch, tmp_pat
     exec(text, variables)  # A second time, from there.
     assert commands[:2] == commands[2:]
     assert Path.cwd() == tmp_path / "tpu_rl_notebook"
+
+
+def test_the_runs_on_pictures_follow_each_other(run_colab):
+    commands = []
+    variables = {"shell": commands.append, "expand": run_colab.expand, "ACCELERATOR": "gpu"}
+    variables["RUN"] = "vision"
+    for _, program in run_colab.programs(Path("vision"), VISION, without=("install",)):
+        if "shell(" in program:
+            exec(program, variables)
+    configs = [configuration.parse(flags) for flags in runs_in(commands)]
+    sft, grpo, control, _, geometry = configs
+    assert grpo.model.path == control.model.path == f"{sft.run_dir}/model"
+    assert (grpo.data.control, control.data.control) == ("none", "shuffled")
+    assert geometry.data.path == "hiyouga/geometry3k"
+    assert geometry.model.dtype == "bfloat16"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("notebook", [VISION, TINKER], ids=["vision", "tinker"])
+def test_the_short_notebook_runs_to_its_last_cell(notebook, tmp_path):
+    if notebook == TINKER:
+        pytest.importorskip("tinker")
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), "--notebook", str(notebook)]
+    command += ["--to", str(tmp_path / "copy.ipynb"), "--short"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1100)
 
 
 REAL = ["TPU v5 lite*1", "TPU v6 lite*1", "TPU v5 lite*8", "Tesla T4*1", "cpu*1"]
