@@ -3,8 +3,11 @@
 import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from tests.fixtures import several
@@ -18,6 +21,7 @@ from tpu_rl.commands.plan import meshes, plan_steps
 from tpu_rl.commands.sources import of_q_examples
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError
+from tpu_rl.models.decoder import param_shapes
 from tpu_rl.planner import update_memory
 from tpu_rl.train import sharding, update_step
 
@@ -135,6 +139,32 @@ def test_a_run_goes_on_with_the_rows_that_it_chose(tmp_path):
     assert resumed.batch.micro_batch_rows == 16
     run.require_same_configuration(resumed, tmp_path, str(tmp_path))
     assert run.with_recorded_rows(experiment(4), tmp_path) == experiment(4)
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "types"),
+    [
+        ("8.0", 2**40, ("bfloat16", "auto", "unquantized")),
+        ("7.5", 2**40, ("float32", "xla", "unquantized")),
+        ("7.5", None, ("float32", "xla", "unquantized")),
+        ("7.5", 2, ("float32", "xla", "int8")),
+        ("7.5", 1, ("float32", "xla", "nf4")),
+    ],
+)
+def test_gpus_without_bfloat16_compute_in_float32(capability, memory, types):
+    """`memory` is in bytes for each weight; 2 is too little for float32, and 1 for int8."""
+    model = tiny("llama3").model
+    preset = configuration.preset("gsm8k_lora")
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="A card")
+    mesh: Any = SimpleNamespace(devices=np.array([device]))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model.config)))
+    room = memory and int(memory * weights / meshes.BASE_MEMORY) - 1
+    config, chosen, line = meshes.choose_precision(preset, model, mesh, room)
+    settings = config.model
+    assert (settings.dtype, settings.attention, settings.lora.base_dtype) == types
+    assert chosen.config.dtype == ("float32" if types[0] == "float32" else model.config.dtype)
+    assert ("A card has no bfloat16: float32" in line) == (capability == "7.5")
+    assert (f"a base in {types[2]}" in line) == (types[2] != "unquantized")
 
 
 def test_note_about_heads_names_the_nearest_divisors():

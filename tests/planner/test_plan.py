@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tests.fixtures.topologies import needs_gpu_compiler, needs_libtpu, tpu_devices
 from tpu_rl import models, sampler
 from tpu_rl.commands import compose, roles, run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import MeshConfig
 from tpu_rl.commands.plan import known_models, plan, plan_search, plan_steps
-from tpu_rl.cost_model import CHIPS
+from tpu_rl.cost_model import CHIPS, GPUS
+from tpu_rl.cost_model.cards import CARDS
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.planner import estimates, memory, sampling, steps
 from tpu_rl.runtime import compilations
@@ -633,6 +634,34 @@ def test_bad_topologies_and_a_missing_compiler_are_reported(monkeypatch):
     with pytest.raises(MachineError, match=r"jax\[tpu\]==") as error:
         plan.prepare(flags)
     assert error.value.code == 3
+
+
+def test_a_plan_for_a_gpu_needs_its_compiler_and_no_topology(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    flags, _ = plan.parse(["gsm8k_lora", "--gpu", "t4"])
+    with pytest.raises(MachineError, match="compiler for NVIDIA GPUs") as error:
+        plan.prepare(flags)
+    assert f"jax-cuda12-plugin=={jax.__version__}" in error.value.fix
+    flags, _ = plan.parse(["gsm8k_lora", "--gpu", "t4", "--topology", "v5e:1x1"])
+    with pytest.raises(InputError, match="one kind of device"):
+        plan.prepare(flags)
+    assert {card.kind for card in CARDS.values()} <= set(GPUS)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_plan_for_a_t4(capsys):
+    """It has no bfloat16 and no kernels, so that an update in float32 is bound by its products."""
+    small = ["--batch.prompts", "8", "--sampling.max-new-tokens", "64", "--evaluation.rows", "0"]
+    flags, others = plan.parse(
+        ["gsm8k_lora", "--model.path", "builtin:gsm8k_scratch", "--gpu", "t4", *small]
+    )
+    plan.prepare(flags)
+    assert plan.run(flags, others) == 0
+    shown = capsys.readouterr()
+    assert "Tesla T4 has no bfloat16: float32 (--model.dtype), XLA's attention" in shown.err
+    assert "Tesla T4 (by its description, an estimate): 1 devices, 11.25 GiB each" in shown.out
+    assert "update" in shown.out
 
 
 # --- the TPU compiler ---

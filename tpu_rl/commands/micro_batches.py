@@ -129,13 +129,15 @@ def choose_programs(
     config: ExperimentConfig, model: Model, devices: Devices
 ) -> tuple[ExperimentConfig, list[str]]:
     """Return the configuration with values for --batch.whole-logits, --batch.whole-products and
-    --sampling flags of meshes and slots, and lines about those that are not the plain ones."""
+    --sampling flags of meshes and slots, in types that the devices compute in, and lines about
+    those that are not the plain ones."""
     planner = _planner(devices)
     if planner is None:
         return config, []
     mesh = devices.mesh
     memory = planner.device_memory(mesh)
+    config, model, precision = planner.choose_precision(config, model, mesh, memory)
     config = planner.choose_logits(config, model, mesh, memory)
     config, products = planner.choose_products(config, model, mesh, memory)
     config, decoding = planner.choose_sampling(config, model, mesh, memory, devices.sampler)
-    return config, [line for line in (products, decoding) if line]
+    return config, [line for line in (precision, products, decoding) if line]

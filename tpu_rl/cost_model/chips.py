@@ -72,6 +72,8 @@ CHIPS: Mapping[str, Chip] = {
 GPUS: Mapping[str, Chip] = {
     name: Chip(name, 0, memory_rate, peak, link_rate, host_rate, "none", 50e9)
     for name, memory_rate, peak, link_rate, host_rate in (
+        ("Tesla T4", 0.32e12, 8.1e12, 16e9, 16e9),
+        ("NVIDIA GeForce RTX 4090", 1.008e12, 165.2e12, 32e9, 32e9),
         ("NVIDIA A100-SXM4-40GB", 1.555e12, 312e12, 300e9, 32e9),
         ("NVIDIA A100-SXM4-80GB", 2.039e12, 312e12, 300e9, 32e9),
         ("NVIDIA H100 80GB HBM3", 3.35e12, 989e12, 450e9, 64e9),
@@ -80,7 +82,8 @@ GPUS: Mapping[str, Chip] = {
     )
 }
 """`device_kind` in jax -> GPU, from NVIDIA's data sheets: products without sparsity, NVLink one
-way, and a switch between the GPUs of a host. The device says how much memory a program may use."""
+way (PCI Express for T4 and 4090), and a switch between the GPUs of a host. A T4 has no bfloat16:
+its peak is that of float32. The device says how much memory a program may use."""
 
 
 class Torus(NamedTuple):

@@ -27,6 +27,7 @@ from tpu_rl.cost_model import CHIPS
 from tpu_rl.losses import log_probs
 from tpu_rl.models import Select
 from tpu_rl.models.attention import decode
+from tpu_rl.models.attention.cudnn import nvidia_capability
 from tpu_rl.models.decoder import expert_stacks, param_shapes
 from tpu_rl.planner import decode_time, estimates, update_memory
 from tpu_rl.planner.sampling import copied_weights
@@ -51,6 +52,42 @@ CACHE_AXES = ("layers", "slots", "kv_heads", None, None)
 LANES = 128
 
 
+BASE_MEMORY = 0.6
+"""Share of a GPU's memory that frozen weights may fill before they are quantized."""
+
+BASE_BYTES: dict[str, float] = {"int8": 1.0, "nf4": 0.5625}
+"""Type of frozen matrices -> bytes of a weight, with its scales."""
+
+
+def choose_precision(
+    config: ExperimentConfig, model: Model, mesh: Mesh, memory: int | None
+) -> tuple[ExperimentConfig, Model, str]:
+    """Return the configuration and the model for GPUs without bfloat16, and a line about them.
+
+    GPUs older than compute capability 8.0 (T4, V100) multiply bfloat16 in float32, after converting
+    weights for every use, and have none of the kernels of attention. So they compute in float32. A
+    base under adapters that would fill most of the memory is quantized. On other devices nothing
+    changes, and the line is empty.
+    """
+    device = mesh.devices.flat[0]
+    if not 0 < nvidia_capability(device) < 8 or config.model.attention == "cudnn":
+        return config, model, ""
+    settings = replace(config.model, dtype="float32", attention="xla")
+    line = f"{device.device_kind} has no bfloat16: float32 (--model.dtype), XLA's attention"
+    lora = settings.lora
+    if lora.rank and lora.weight_dtype is None and memory is not None:
+        weights = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model.config)))
+        size = jax.numpy.dtype(settings.param_dtype).itemsize
+        room = BASE_MEMORY * memory
+        if weights * size > room:
+            fitting = [name for name, size in BASE_BYTES.items() if weights * size <= room]
+            base = [*fitting, "nf4"][0]
+            settings = replace(settings, lora=replace(lora, base_dtype=base))
+            line += f", a base in {base} (--model.lora.base-dtype)"
+    model = models.decoder(replace(model.config, dtype="float32"))
+    return replace(config, model=settings), model, line
+
+
 UPDATE_MEMORY = 0.9
 """Share of a device's memory that an update may fill by the estimate, which may be 6 % too low."""
 
@@ -73,7 +110,8 @@ def choose_rows(
     if config.batch.micro_batch_rows or memory is None:
         return with_micro_batch(config, config.batch.rows_at_once), ""
     devices = row_devices(mesh)
-    one_row = choose_logits(with_micro_batch(config, devices), model, mesh, memory)
+    one_row, model, _ = choose_precision(config, model, mesh, memory)
+    one_row = choose_logits(with_micro_batch(one_row, devices), model, mesh, memory)
     needed = _largest_update(one_row, model, mesh)
     texts = math.ceil(config.batch.prompts * config.batch.group_size / config.batch.num_minibatches)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens

@@ -1,13 +1,14 @@
 """Plan a run without an accelerator: does it fit, what does it communicate, how fast can it be?
 
-    python launch/plan.py PRESET [--topology v5e:4x4] [--slices N] [--model.path DIR_OR_NAME]
-    [--json FILE] [--search] [flags of run.py]
+    python launch/plan.py PRESET [--topology v5e:4x4 | --gpu t4] [--slices N]
+    [--model.path DIR_OR_NAME] [--json FILE] [--search] [flags of run.py]
 
 The plan compiles the steps of the run for shapes instead of arrays. With --topology the TPU
-compiler does it, which needs no TPU (pip install -e ".[plan]"). Without --topology they are
-compiled for the local devices. --model.path, a teacher, a critic or a drafter may be the name of a
-well-known model; its weights are not needed. Times are lower bounds, computed from the chip's peak
-rates, and what the TPU compiler expects.
+compiler does it, which needs no TPU (pip install -e ".[plan]"), and with --gpu XLA's compiler for
+NVIDIA GPUs, which needs none either. Without both they are compiled for the local devices.
+--model.path, a teacher, a critic or a drafter may be the name of a well-known model; its weights
+are not needed. Times are lower bounds, computed from the chip's peak rates, and what the TPU
+compiler expects.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 # `prepare` chooses the platform before jax is imported: modules that import jax are imported in
 # functions.
 from tpu_rl.cost_model import Topology, topologies
+from tpu_rl.cost_model.cards import CARDS, Card
 from tpu_rl.errors import InputError, MachineError, TpuRlError, typed_command
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         help="slices of the topology, with the data-center network between them (default: 1)",
     )
+    parser.add_argument(
+        "--gpu", choices=[*CARDS], help="plan for one NVIDIA GPU, which need not be here"
+    )
     parser.add_argument("--json", type=Path, help="also write the plan to this file")
     parser.add_argument(
         "--search",
@@ -94,6 +99,9 @@ def prepare(flags: argparse.Namespace) -> None:
         raise InputError(
             f"no folder {flags.json.parent}", where="--json", fix="make it, or name another"
         )
+    if flags.gpu:
+        _prepare_gpu(flags)
+        return
     if flags.topology == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     if flags.topology in (None, "cpu"):
@@ -113,6 +121,24 @@ def prepare(flags: argparse.Namespace) -> None:
     os.environ.update(ENVIRONMENT)
 
 
+def _prepare_gpu(flags: argparse.Namespace) -> None:
+    """Do the same for --gpu."""
+    if flags.topology or flags.slices:
+        raise InputError(
+            "a plan is for one kind of device", where="--gpu", fix="leave --topology and --slices"
+        )
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        version = importlib.metadata.version("jax")
+        packages = f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
+        raise MachineError(
+            "XLA's compiler for NVIDIA GPUs is not installed",
+            where="--gpu",
+            fix=f"pip install {packages} (0.3 GB)",
+        )
+    # jax would look for a GPU.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def run(flags: argparse.Namespace, run_flags: list[str]) -> int:
     """Print the plan, and write it where --json says. Returns the exit code."""
     from tpu_rl.commands import config as configuration
@@ -130,7 +156,7 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
     from tpu_rl.commands import compose, micro_batches
     from tpu_rl.commands.plan import plan_search, plan_steps, table
 
-    target = find_target(flags.topology, flags.slices)
+    target = find_gpu(flags.gpu) if flags.gpu else find_target(flags.topology, flags.slices)
     if flags.search and target.chip is None:
         raise InputError(
             "--search compares times, and the rates of these devices are not known",
@@ -204,6 +230,24 @@ def find_target(topology: str | None, slices: int | None = None) -> Target:
     chip = CHIPS[named.chip]
     split = _split_topology(named)
     return Target(str(named), _compiler_devices(named), chip, chip.memory, split)
+
+
+def find_gpu(name: str) -> Target:
+    """Return one GPU of `cards.CARDS`, described to the compiler."""
+    from tpu_rl.cost_model import GPUS
+    from tpu_rl.planner.estimates import Target
+
+    card = CARDS[name]
+    label = f"{card.kind} (by its description, an estimate)"
+    return Target(label, [compiler_gpu(card)], GPUS[card.kind], card.memory)
+
+
+def compiler_gpu(card: Card) -> Any:
+    """Return the device of XLA's compiler for a card."""
+    from jax.experimental.topologies import get_topology_desc
+
+    described: dict[str, Any] = {"topology": "1x1x1", "target_config": card.target_config}
+    return get_topology_desc(topology_name=card.kind, platform="cuda", **described).devices[0]
 
 
 def _split_topology(named: Topology) -> SplitDevices:

@@ -62,6 +62,9 @@ def make_plan(
     if rows:
         say(rows)
     config = micro_batches.fit_micro_batch(config, mesh)
+    config, model, precision = meshes.choose_precision(config, model, mesh, target.memory)
+    if precision:
+        say(precision)
     config = meshes.choose_logits(config, model, mesh, target.memory)
     config, products = meshes.choose_products(config, model, mesh, target.memory)
     if products:

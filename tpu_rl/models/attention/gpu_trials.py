@@ -52,6 +52,8 @@ def failure_reason(config: AttentionConfig, mesh: Mesh, error_of: ErrorOf) -> st
         program, error = _try(lambda: jax.jit(trial).lower(seed).compile())
         if program is None:
             return f"it does not compile: {error}"
+        if not mesh.local_devices[0].addressable_memories():
+            return ""  # A plan for a GPU that is not here.
         difference, error = _try(lambda: float(program(seed)))
     if difference is None:
         return f"it does not run: {error}"
