@@ -74,6 +74,18 @@ class RoleSpec(NamedTuple):
     """The role is a reward model whose scores are read like this; None for any other role."""
 
 
+ADDRESSES = ("http://", "https://")
+
+
+class ServedTeacher(NamedTuple):
+    """A teacher that answers by HTTP."""
+
+    address: str
+    """That of the OpenAI-compatible server, with /v1 at its end."""
+    top: int
+    """The number of likeliest tokens whose log-probs it gives."""
+
+
 class PromptValue(NamedTuple):
     """The value of a prompt: beta log mean exp(reward / beta) over completions that are sampled for
     this alone (`advantages.optimal_value`). `Rollout.baseline` holds it."""
@@ -217,6 +229,8 @@ class ExperienceSpec(NamedTuple):
     """accepted: which completions are learned from."""
     graded: bool = False
     """pairs: completions that are judged one by one, instead of pairs."""
+    served: ServedTeacher | None = None
+    """The server that gives a teacher's log-probs of each completion."""
     imitates: str | None = None
     """Author of the texts that the policy learns to write: "data", or a role. Evaluations report
     their loss on held-out rows."""
@@ -252,7 +266,7 @@ class ExperienceSpec(NamedTuple):
         """
         by_policy = round(self.on_policy * prompts)
         counts = {"policy": by_policy}
-        if self.sampled_by is not None:
+        if self.sampled_by is not None and by_policy < prompts:
             counts[self.sampled_by] = prompts - by_policy
         return {role: count for role, count in counts.items() if count}
 

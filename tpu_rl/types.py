@@ -291,6 +291,10 @@ class Completions:
     """[N] bool: True if the policy itself sampled the row, at this step."""
     images: Array | None = None
     """[N, n, ...] float32: as in `Rollout`."""
+    teacher_ids: Array | None = None
+    """[N, T, k] int32: for each token, the likeliest ones in its place, of a served teacher."""
+    teacher_log_probs: Array | None = None
+    """[N, T, k] float32: theirs."""
 
 
 @struct.dataclass

@@ -161,6 +161,7 @@ MODULES: LazyTable[Any] = LazyTable(
         "presets": "tpu_rl.commands.presets",
         "report": "tpu_rl.report",
         "sandbox": "tpu_rl.sandbox",
+        "served_teacher": "tpu_rl.serving.served_teacher",
     },
 )
 """Part of a wing that a run calls where a setting asks for it -> its module."""

@@ -1,6 +1,7 @@
 """Distillation against exact oracles: trees small enough to write down, and plain sums a completion
 at a time."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ import pytest
 from tests.fixtures import tiny_data
 from tpu_rl.algos import DistillConfig, MiniLlmConfig, distill, mini_llm
 from tpu_rl.algos.mini_llm import later_log_ratios
+from tpu_rl.commands.checks.config_checks import check_algorithm
 from tpu_rl.errors import InputError
+from tpu_rl.experience.config import SamplingConfig
 from tpu_rl.losses import divergences, teachers
 from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
-from tpu_rl.types import Array, Completions, Experience, Params, Sampling
+from tpu_rl.types import Array, Completions, Experience, Params, Roles, Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -323,6 +326,54 @@ def test_the_loss_is_its_formula(config, vocabulary):
         shares = [float(metrics[name].value / metrics[name].weight) for name in parts]
         np.testing.assert_allclose([sum(shares[:3]), sum(shares[3:])], 1.0, rtol=1e-6)
         assert min(shares[2], shares[5]) > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_top_of_a_served_teacher_gives_the_local_teachers_loss(beta):
+    data = tiny.completions()
+    roles, params = tiny.cast(DistillConfig("t").roles)
+    model = tiny.attention_model()
+    known = tiny.plain_distributions(model, params["teacher"], data.tokens)
+    log_probs, ids = jax.lax.top_k(jnp.pad(known, ((0, 0), (1, 0), (0, 0))), 4)
+    served = dataclasses.replace(data, teacher_ids=ids, teacher_log_probs=log_probs)
+
+    def of(teacher: str, roles: Roles, completions: Completions) -> Any:
+        config = DistillConfig(teacher, beta=beta, top_k=4)
+        algorithm = distill(config, roles, Sampling(1.0, 3))
+        experience = tiny.experience(completions, micro_batch_rows=4)
+        batch, _ = algorithm.make_batch(experience, params, ())
+        one = jax.tree.map(lambda x: x[0, 0], batch)
+        value_of = lambda policy: algorithm.loss(params | {"policy": policy}, one)[0]  # noqa: E731
+        return jax.jit(jax.value_and_grad(value_of))(params["policy"])
+
+    local = of("t", roles, data)
+    by_http = of("http://127.0.0.1:1/v1", {"policy": roles["policy"]}, served)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), by_http, local
+    )
+    assert local[0] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fix", "changes", "temperature"),
+    [
+        ("--algorithm.top-k", {"top_k": None}, 1.0),
+        ("--algorithm.top-k", {"top_k": 21}, 1.0),
+        ("--algorithm.target", {"target": "extrapolated"}, 1.0),
+        ("--algorithm.off-policy", {"off_policy": "teacher", "on_policy": 0.5}, 1.0),
+        ("--sampling.temperature", {}, 0.7),
+    ],
+)
+def test_what_the_top_of_a_served_teacher_cannot_tell_is_refused(fix, changes, temperature):
+    config = DistillConfig("http://127.0.0.1:1/v1", **{"top_k": 20, **changes})
+    with pytest.raises(InputError, match=fix):
+        check_algorithm(config, SamplingConfig(temperature=temperature))
+
+
+def test_only_distillation_reads_a_teacher_by_http():
+    with pytest.raises(InputError, match="none by HTTP"):
+        check_algorithm(MiniLlmConfig(teacher="http://127.0.0.1:1/v1"), SamplingConfig())
+    check_algorithm(DistillConfig("http://127.0.0.1:1/v1", top_k=20), SamplingConfig())
 
 
 # --- MiniLLM ---

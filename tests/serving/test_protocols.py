@@ -263,6 +263,16 @@ def test_text_that_may_begin_a_call_or_a_stop_string_waits():
     assert stream.rest("a b <tool_x ") == ""
 
 
+def test_log_probs_of_prompts_as_vllm_gives_them(running):
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 1}
+    [choice] = running.ask("/completions", body)[1]["choices"]
+    alternatives = [{"6": {"logprob": -1}, "5": {"logprob": -1}}]
+    alternatives.append({"7": {"logprob": -2}, "5": {"logprob": -1}})
+    assert choice["prompt_logprobs"] == [None, *alternatives]
+    for more in ({"stream": True, "prompt": "a"}, {"logprobs": 1}):
+        assert running.ask("/completions", body | more)[0] == 400
+
+
 def test_echo_and_alternatives(running):
     body = {"prompt": [5, 6], "max_tokens": 1, "echo": True, "logprobs": 2}
     [choice] = running.ask("/completions", body)[1]["choices"]

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algorithm_spec import ADDRESSES, ExperienceSpec, RoleSpec, ServedTeacher
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, teachers
@@ -42,6 +42,7 @@ from tpu_rl.types import (
     Array,
     Completions,
     Experience,
+    Layout,
     Metrics,
     PackedRows,
     Params,
@@ -61,7 +62,8 @@ class DistillConfig(ranges.Checked):
 
     teacher: str
     """A model with the policy's tokenizer, of any size: a directory, a hub id or the model folder
-    of a run."""
+    of a run. Or the address of a server, such as http://127.0.0.1:8000/v1, which gives the
+    log-probs of the `top_k` likeliest tokens."""
     teacher_reverse: str | None = None
     """Contrastive target only: the model that learned the opposite."""
     target: Annotated[
@@ -107,10 +109,20 @@ class DistillConfig(ranges.Checked):
     """Source of the completions of the other prompts."""
 
     @property
+    def served(self) -> ServedTeacher | None:
+        """The teacher, if it is a server."""
+        is_served = self.teacher.startswith(ADDRESSES)
+        return ServedTeacher(self.teacher, self.top_k or 0) if is_served else None
+
+    @property
     def experience(self) -> ExperienceSpec:
         spec = ExperienceSpec("completions", on_policy=self.on_policy, positive_temperature=True)
+        if self.served is not None:
+            spec = spec._replace(served=self.served, sampled_by="policy")
+            if self.on_policy == 1:
+                return spec
         # Beyond the teacher, its texts are not what the policy should write.
-        imitates = "teacher" if self.target == "teacher" else None
+        imitates = "teacher" if self.target == "teacher" and self.served is None else None
         if self.off_policy == "teacher" or self.on_policy == 1:
             return spec._replace(sampled_by="teacher", imitates=imitates)
         columns = ("prompt", "completion") if self.on_policy else ("messages",)
@@ -122,6 +134,8 @@ class DistillConfig(ranges.Checked):
             "policy": RoleSpec(trainable=True),
             "teacher": RoleSpec(trainable=False, path=self.teacher),
         }
+        if self.served is not None:
+            del roles["teacher"]
         if self.target == "contrastive":
             roles["teacher_reverse"] = RoleSpec(trainable=False, path=self.teacher_reverse)
         return with_reference(roles, needed=self.target == "extrapolated")
@@ -136,6 +150,8 @@ class Batch:
     """"policy": the weights of the tokens."""
     on_policy: Array
     """bool: True if the policy sampled the token's completion."""
+    teacher: tuple[list[Array], list[Array]] | None = None
+    """Ids and log-probs of a served teacher's likeliest tokens, an array for each rank."""
 
 
 def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -159,19 +175,26 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
             rows=layout.rows(completions.tokens),
             weights={"policy": layout.pack(weights)},
             on_policy=layout.pack(mask & completions.on_policy[:, None]),
+            teacher=None if config.served is None else _packed(completions, layout),
         )
         return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        comparison = teachers.compare(
-            roles,
-            params,
-            batch.rows,
-            teacher,
-            config.beta,
-            temperature=sampling.temperature,
-            top_k=config.top_k,
-        )
+        if batch.teacher is not None:
+            ids, log_probs = (jnp.stack(ranks, -1) for ranks in batch.teacher)
+            comparison = teachers.compare_with_top(
+                roles["policy"], params, batch.rows, ids, log_probs, config.beta
+            )
+        else:
+            comparison = teachers.compare(
+                roles,
+                params,
+                batch.rows,
+                teacher,
+                config.beta,
+                temperature=sampling.temperature,
+                top_k=config.top_k,
+            )
         weights = batch.weights["policy"]
         mask = weights > 0
         beta = 1.0
@@ -202,3 +225,15 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
         return value, metrics
 
     return Algorithm(make_batch, loss)
+
+
+def _packed(completions: Completions, layout: Layout) -> tuple[list[Array], list[Array]]:
+    """Move the likeliest tokens of a served teacher into packed rows, each rank by itself."""
+    ids, log_probs = completions.teacher_ids, completions.teacher_log_probs
+    assert ids is not None
+    assert log_probs is not None
+    ranks = range(ids.shape[-1])
+    return (
+        [layout.pack(ids[..., rank]) for rank in ranks],
+        [layout.pack(log_probs[..., rank]) for rank in ranks],
+    )

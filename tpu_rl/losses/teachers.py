@@ -22,6 +22,7 @@ of the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -29,10 +30,12 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import divergences
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
-from tpu_rl.types import Array, PackedRows, Params, Roles
+from tpu_rl.types import Array, PackedRows, Params, Role, Roles
 
 LEAST_ALPHA = 1e-3
 """The paper's epsilon. Where two models agree, the target is nearly the first of them."""
+LEAST_REST = 1e-7
+"""The least probability of all tokens but the top of a served teacher, whose sum is rounded."""
 
 
 class Target(NamedTuple):
@@ -167,3 +170,47 @@ def compare(
     sizes = [vocabulary(role, params, hidden[name]) for name, role in roles.items()]
     chunk_tokens = chunk_tokens or tokens_at_once(*sizes)
     return over_actions(compare_chunk, rows, *hidden.values(), chunk_tokens=chunk_tokens)
+
+
+def compare_with_top(
+    policy: Role,
+    params: Params,
+    rows: PackedRows,
+    ids: Array,
+    log_probs: Array,
+    beta: float,
+) -> Comparison:
+    """Compute the divergence of the policy from a teacher of which only the top is known.
+
+    It is that of `compare` with `top_k` at temperature 1: all other tokens are taken together.
+
+    Args:
+      policy: the role that learns.
+      params: the whole params tree.
+      rows: packed rows.
+      ids: [R, S, k] the teacher's likeliest tokens in the place of each token.
+      log_probs: [R, S, k] float32, theirs.
+      beta: see `divergences.jensen_shannon`.
+    """
+    slots = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)
+    rest = jnp.log(jnp.maximum(-jnp.expm1(jax.nn.logsumexp(log_probs, axis=-1)), LEAST_REST))
+    target = jnp.concatenate([log_probs, rest[..., None]], -1)
+
+    def compare_chunk(chosen: Array, hidden: Array) -> Comparison:
+        logits = policy.logits(params, hidden)
+        tokens = jnp.take_along_axis(rows.tokens, chosen, axis=1)
+        own_ids, own_target = (
+            jnp.take_along_axis(values, chosen[..., None], axis=1) for values in (ids, target)
+        )
+        token_log_probs, entropy = log_probs_of_logits(logits, tokens)
+        student = divergences.coarsen(logits, own_ids)
+        divergence = divergences.jensen_shannon(student, own_target, beta)
+        ones = jnp.ones_like(divergence)
+        return Comparison(divergence, ones, token_log_probs, jax.lax.stop_gradient(entropy))
+
+    hidden = policy.hidden(params, rows)
+    chunk_tokens = tokens_at_once(vocabulary(policy, params, hidden))
+    # The function finds everything that belongs to a token by its slot.
+    return over_actions(
+        compare_chunk, replace(rows, tokens=slots), hidden, chunk_tokens=chunk_tokens
+    )

@@ -218,8 +218,10 @@ class App:
         if score is None or top is None or not needs_scores:
             return replies, [None] * len(replies)
         whole = [reply.prompt + reply.turn.tokens for reply in replies]
-        work = self.pump.call(functools.partial(score, whole, top))
-        return replies, await asyncio.wrap_future(work)
+        # Programs always have an alternative.
+        work = self.pump.call(functools.partial(score, whole, max(top, 1)))
+        scores = await asyncio.wrap_future(work)
+        return replies, [Scores(own, *(part[:, :top] for part in parts)) for own, *parts in scores]
 
     async def prompts_of(self, request: TextRequest) -> list[list[int]]:
         """Return the ids of each prompt."""

@@ -29,12 +29,17 @@ def parse(body: Any) -> TextRequest:
     # The number of alternatives; false and true are older forms of none and of 0.
     top = fields.take("logprobs", (int, bool), lambda n: 0 <= n <= MOST_ALTERNATIVES)
     top = (0 if top else None) if isinstance(top, bool) else top
+    # As vLLM has it.
+    prompt_top = fields.take("prompt_logprobs", int, lambda n: 0 <= n <= MOST_ALTERNATIVES)
     options = protocol.options(
         fields, logprobs=top is not None, limits=TOKEN_LIMITS[::-1], least_tokens=1 - echo
     )
-    request = TextRequest(_prompts(prompt), options, echo, top)
-    if options.stream and (len(request.prompts) > 1 or echo or (top or 0) > 1):
+    request = TextRequest(_prompts(prompt), options, echo, top, prompt_top)
+    has_more = echo or (top or 0) > 1 or prompt_top is not None
+    if options.stream and (len(request.prompts) > 1 or has_more):
         raise ApiError(400, "stream goes with one prompt, without echo and alternatives", "stream")
+    if prompt_top is not None and top is not None:
+        raise ApiError(400, "logprobs and prompt_logprobs exclude each other", "prompt_logprobs")
     return request
 
 
@@ -73,6 +78,8 @@ def _choice(
     if echoed:
         shown["text"] = tokenizer.decode(echoed) + reply.text
     shown |= {"token_ids": turn.tokens, "logprobs": None}
+    if request.prompt_top is not None and scores is not None:
+        shown["prompt_logprobs"] = _prompt_log_probs(reply.prompt, scores)
     if request.top is None:
         return shown
     tokens = [*echoed, *turn.tokens]

@@ -109,6 +109,8 @@ class TextRequest:
     """Put the prompt before the completion in the answer."""
     top: int | None = None
     """Alternatives of each token; None: no log-probs."""
+    prompt_top: int | None = None
+    """Alternatives of each token of the prompt, by their ids; None: no log-probs."""
 
 
 # --- requests ---

@@ -20,6 +20,7 @@ import functools
 import itertools
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -123,7 +124,11 @@ class _Routes:
         if texts.options.stream:
             [prompt] = await self._app.prompts_of(texts)
             return completions.events(envelope, self._app.items(account, prompt, texts.options))
-        replies, scores = await self._app.texts(account, texts, texts.echo)
+        if texts.prompt_top is not None:
+            scored = replace(texts, top=texts.prompt_top)
+            replies, scores = await self._app.texts(account, scored, True)
+        else:
+            replies, scores = await self._app.texts(account, texts, texts.echo)
         return completions.answer(envelope, texts, replies, scores)
 
     async def generate(self, request: Request, body: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that the reward has risen. A run prints each alarm once, and goes on.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,8 @@ CORRELATION = 0.3
 """The correlation of two verifiers, below 0, that counts."""
 MOST_COMPLETIONS = 256
 """Completions of a step that are looked at."""
-ANSWER_CHARACTERS = 80
+ANSWER_CHARACTERS = 40
+BEFORE_ANSWERS = re.compile(r"[\s#:=({]+")
 MIN_PROMPTS = 8
 KINDS = np.full(256, 4)
 for _code in range(128):
@@ -50,7 +52,7 @@ class Completions(NamedTuple):
     kinds: np.ndarray
     """[5]: the shares of `KINDS` among the bytes."""
     answers: Counter[str]
-    """Last line -> completions that end with it."""
+    """Last word -> completions that end with it."""
     prompts: frozenset[str]
     pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Reward that is measured alone -> (rewards [N], its values [N]), less their means."""
@@ -153,9 +155,8 @@ def _completions(records: Sequence[Mapping[str, Any]], measured: Sequence[str]) 
 
 
 def _answer(completion: str) -> str:
-    """Return the last line, from its end."""
-    lines = completion.strip().splitlines()
-    return lines[-1][-ANSWER_CHARACTERS:] if lines else ""
+    """Return the end of a completion: its last word, or what follows the last mark."""
+    return BEFORE_ANSWERS.split(completion.rstrip())[-1][-ANSWER_CHARACTERS:]
 
 
 # --- the alarms: History -> a line, or "" ---

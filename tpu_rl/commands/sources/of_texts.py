@@ -6,19 +6,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tpu_rl import data
+from tpu_rl import data, wings
 from tpu_rl.commands import compose
 from tpu_rl.commands.config import Stage
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
-from tpu_rl.experience.source import Source
+from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.experience.sources import (
     accepted,
     completions,
     step_labels,
 )
-from tpu_rl.types import Params
+from tpu_rl.types import Params, TrainState
 
 
 def make_demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -38,7 +38,7 @@ def make_completions(context: RunContext, stage: Stage, params: Params) -> Sourc
     del params
     batch = context.config.batch
     spec = stage.algorithm.experience
-    return completions.completion_source(
+    source = completions.completion_source(
         compose.rollout_engine(context),
         compose.rollout_engine(context, spec.sampled_by) if spec.sampled_by else None,
         compose.row_stream(context, stage),
@@ -47,6 +47,15 @@ def make_completions(context: RunContext, stage: Stage, params: Params) -> Sourc
         _demonstrate(context),
         spec.sampled_by,
     )
+    if spec.served is None:
+        return source
+    teach = wings.MODULES["served_teacher"].connect(spec.served, context.language.tokenizer)
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        experience = source.draw(step, state)
+        return experience._replace(data=teach(experience.data))
+
+    return source._replace(draw=draw)
 
 
 def make_accepted(context: RunContext, stage: Stage, params: Params) -> Source:
