@@ -1,5 +1,6 @@
 """Packaging. `pip install -e .` for the CPU; see the README for one line per accelerator."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -60,6 +61,11 @@ EXTRAS = {
 }
 
 
+# The address of the repository, where one stands: CONTRIBUTING.md, "Publish".
+REPOSITORY = re.findall(
+    r"^repository-code: (\S+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
+)
+
 setup(
     name="tpu_rl",
     version="0.1.0",
@@ -67,6 +73,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Source": REPOSITORY[0]} if REPOSITORY else {},
     python_requires=">=3.11",
     packages=find_packages(include=["tpu_rl", "tpu_rl.*"]),
     package_data={"tpu_rl": ["py.typed", "pretrained/*/*"]},

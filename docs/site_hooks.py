@@ -43,6 +43,19 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_config(config: Any) -> Any:
+    """Link the repository, if CITATION.cff has its address."""
+    config["repo_url"] = repository()
+    return config
+
+
+def repository() -> str | None:
+    """Read the public address of the repository; None before there is one."""
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    found = re.search(r"^repository-code: (\S+)", text, re.MULTILINE)
+    return found and found[1]
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Translate the links of a page. The search finds pages that say how to do a thing first."""
     del config, files

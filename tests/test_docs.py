@@ -365,6 +365,13 @@ def test_one_version_everywhere():
     assert headings[0] == version
 
 
+def test_the_address_of_the_repository_has_one_place(site_hooks, tmp_path, monkeypatch):
+    assert site_hooks.on_config({})["repo_url"] is None
+    (tmp_path / "CITATION.cff").write_text("version: 1\nrepository-code: https://a.b/c\n")
+    monkeypatch.setattr(site_hooks, "ROOT", tmp_path)
+    assert site_hooks.on_config({})["repo_url"] == "https://a.b/c"
+
+
 def test_the_site_needs_the_same_packages_everywhere():
     """The extra [docs], CI and CONTRIBUTING.md install them."""
     setup = (ROOT / "setup.py").read_text()
