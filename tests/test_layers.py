@@ -98,7 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving": BASICS
     | WORKERS
     | {"user_code", "environments", "sampler", "tokenizers", "data", "rollout", "rewards"}
-    | {"runtime"},
+    | {"runtime", "algorithm_spec"},
     "tinker": MODEL_CODE
     | {
         "serving",
