@@ -13,7 +13,6 @@ import pytest
 
 from tests.fixtures.fake_sampler import TOKENIZER
 from tests.fixtures.runs import rows_of
-from tpu_rl.algorithm_spec import ServedTeacher
 from tpu_rl.commands import run
 from tpu_rl.errors import InputError
 from tpu_rl.serving import served_teacher
@@ -69,7 +68,7 @@ def completions():
 def taught(monkeypatch, **wrong):
     fake = Fake(**wrong)
     monkeypatch.setattr(served_teacher._Teacher, "_ask", lambda self, body: fake(self, body))
-    teach = served_teacher.connect(ServedTeacher("http://127.0.0.1:1/v1", TOP), TOKENIZER)
+    teach = served_teacher.connect("http://127.0.0.1:1/v1", TOP, TOKENIZER)
     return teach, fake
 
 
@@ -115,7 +114,7 @@ def test_a_teacher_that_answers_otherwise_is_refused(monkeypatch, why, wrong):
 
 def test_a_server_that_is_not_there_is_one_message(monkeypatch):
     monkeypatch.setattr(served_teacher, "PAUSES", (0.0,))
-    teach = served_teacher.connect(ServedTeacher("http://127.0.0.1:1/v1", TOP), TOKENIZER)
+    teach = served_teacher.connect("http://127.0.0.1:1/v1", TOP, TOKENIZER)
     with pytest.raises(InputError, match="cannot be had"):
         teach(completions())
 

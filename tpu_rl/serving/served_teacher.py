@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl.algorithm_spec import ServedTeacher
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
@@ -41,23 +40,28 @@ Top = tuple[np.ndarray, np.ndarray]
 """(ids [n - 1, k] int32, log-probs [n - 1, k] float32) in place of each token but the first."""
 
 
-def connect(served: ServedTeacher, tokenizer: Tokenizer) -> Callable[[Completions], Completions]:
+def connect(address: str, top: int, tokenizer: Tokenizer) -> Callable[[Completions], Completions]:
     """Return the function that adds a teacher's log-probs to completions.
 
     Its first call tests the teacher on some of the completions, before anything is learned.
+
+    Args:
+        address: that of the server, with /v1 at its end.
+        top: the number of likeliest tokens.
+        tokenizer: the policy's, and the teacher's.
 
     Raises:
         InputError: by the function, if the teacher does not answer, or not as a model with this
             tokenizer does.
     """
-    teacher = _Teacher(served, tokenizer)
+    teacher = _Teacher(address, top, tokenizer)
     is_tested = False
 
     def teach(completions: Completions) -> Completions:
         nonlocal is_tested
         tokens = np.asarray(completions.tokens)
         mask = np.asarray(completions.action_mask)
-        shape = (*tokens.shape, served.top)
+        shape = (*tokens.shape, top)
         ids = np.zeros(shape, np.int32)
         log_probs = np.zeros(shape, np.float32)
         lengths = [int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0 for row in mask]
@@ -66,16 +70,17 @@ def connect(served: ServedTeacher, tokenizer: Tokenizer) -> Callable[[Completion
         if not is_tested:
             teacher.test([texts[index] for index in learned[:PROBES]])
             is_tested = True
-        for index, top in zip(learned, teacher.top([texts[i] for i in learned]), strict=True):
-            ids[index, 1 : lengths[index]], log_probs[index, 1 : lengths[index]] = top
+        for index, likeliest in zip(learned, teacher.top([texts[i] for i in learned]), strict=True):
+            ids[index, 1 : lengths[index]], log_probs[index, 1 : lengths[index]] = likeliest
         return replace(completions, teacher_ids=ids, teacher_log_probs=log_probs)
 
     return teach
 
 
 class _Teacher:
-    def __init__(self, served: ServedTeacher, tokenizer: Tokenizer):
-        self._served = served
+    def __init__(self, address: str, top: int, tokenizer: Tokenizer):
+        self._address = address
+        self._top = top
         self._tokenizer = tokenizer
 
     def top(self, texts: Sequence[list[int]]) -> list[Top]:
@@ -83,7 +88,7 @@ class _Teacher:
         found: list[Top] = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             some = list(texts[first : first + TEXTS_AT_ONCE])
-            body = {"prompt": some, "prompt_logprobs": self._served.top}
+            body = {"prompt": some, "prompt_logprobs": self._top}
             choices = self._choices(body)
             if len(choices) != len(some):
                 raise self._wrong(f"it answers {len(choices)} of {len(some)} texts")
@@ -107,7 +112,7 @@ class _Teacher:
         shown = choice.get("prompt_logprobs")
         if not isinstance(shown, list) or len(shown) != len(text):
             raise self._wrong("it gives no prompt_logprobs, or not one for each token")
-        top = self._served.top
+        top = self._top
         rows = []
         for place, entry in enumerate(shown[1:], start=1):
             if not isinstance(entry, dict) or str(text[place]) not in entry or len(entry) < top:
@@ -154,7 +159,7 @@ class _Teacher:
 
     def _ask(self, body: dict[str, Any]) -> Any:
         """Return the value of the server's answer."""
-        url = f"{self._served.address.rstrip('/')}/completions"
+        url = f"{self._address.rstrip('/')}/completions"
         key = os.environ.get("TPU_RL_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         data = json.dumps({"model": "policy", **body}).encode()
@@ -176,7 +181,7 @@ class _Teacher:
     def _wrong(self, why: str) -> InputError:
         return InputError(
             "the teacher's log-probs cannot be had",
-            where=f"--algorithm.teacher {self._served.address}",
+            where=f"--algorithm.teacher {self._address}",
             why=why,
             fix="start the server, with a model of the policy's tokenizer and prompt_logprobs; the "
             "run goes on from its checkpoint",

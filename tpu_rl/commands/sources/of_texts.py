@@ -49,7 +49,7 @@ def make_completions(context: RunContext, stage: Stage, params: Params) -> Sourc
     )
     if spec.served is None:
         return source
-    teach = wings.MODULES["served_teacher"].connect(spec.served, context.language.tokenizer)
+    teach = wings.MODULES["served_teacher"].connect(*spec.served, context.language.tokenizer)
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)
