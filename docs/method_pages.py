@@ -171,11 +171,21 @@ def preset_table(presets: list[str]) -> str:
 
 
 def flag_table(method: type) -> str:
-    """Return a table of the flags --algorithm.* of a method."""
+    """Return a table of the flags --algorithm.* of a method.
+
+    Those that GRPO has with the same default and help stand on its page, and are named below.
+    """
     rows = flags_of(method, "--algorithm.")
     if not rows:
         return "It has none of its own."
-    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
+    grpo = ALGORITHMS["grpo"].config
+    shared = set() if method is grpo else {*flags_of(grpo, "--algorithm.")} & {*rows}
+    own = [row for row in rows if row not in shared]
+    names = [row.split(" | ")[0].removeprefix("| ") for row in rows if row in shared]
+    parts = ["\n".join(["| flag | default | meaning |", "|---|---|---|", *own])] if own else []
+    if names:
+        parts.append(f"As in [GRPO](grpo.md#flags), with its defaults: {', '.join(names)}.")
+    return "\n\n".join(parts)
 
 
 def flags_of(settings: type, prefix: str) -> list[str]:

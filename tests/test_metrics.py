@@ -15,7 +15,7 @@ import rich.console
 from tpu_rl import metrics, run_files
 from tpu_rl.commands import config
 from tpu_rl.commands.checks import preflight
-from tpu_rl.errors import DamagedDataError, MachineError
+from tpu_rl.errors import DamagedDataError, InputError, MachineError
 
 
 def open_quietly(run_dir, resume_step=-1, **settings):
@@ -405,6 +405,13 @@ def test_the_best_and_the_worst_completion_of_every_second_step():
     ]
     assert list(metrics.extremes(samples[3:])) == []
     assert len(list(metrics.extremes(samples[:1]))) == 1
+
+
+def test_completions_are_shown_only_where_some_are_kept():
+    shown = config.parse(["arithmetic_grpo", "--samples.show", "2"])
+    assert shown.samples.show == 2
+    with pytest.raises(InputError, match="max_per_step 0 does not go with show"):
+        config.parse(["arithmetic_grpo", "--samples.show", "2", "--samples.max-per-step", "0"])
 
 
 def test_supervised_runs_show_their_loss():

@@ -146,10 +146,10 @@ class EvaluationConfig:
 class SamplesConfig:
     interval: ranges.Count = 1
     """Steps between those whose completions samples.jsonl keeps. Step 1 is one of them."""
-    max_per_step: ranges.CountOrNone = 32
+    max_per_step: Annotated[ranges.CountOrNone, ranges.Conflicts("show", when=0)] = 32
     """Completions that it keeps of such a step: whole groups, evenly chosen over the batch; 0 keeps
     none."""
-    show: Annotated[ranges.CountOrNone, ranges.Needs("max_per_step")] = 0
+    show: ranges.CountOrNone = 0
     """Steps between those whose best and worst kept completion the terminal shows; 0 shows none."""
 
 
