@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import collections
 import json
+import re
 import shlex
 import shutil
 import time
@@ -612,7 +613,7 @@ def summarize(lines: list[dict[str, Any]]) -> str:
                     f"{np.mean([line['tokens'] for line in runs]):,.0f}",
                 ]
             )
-        sections.append(f"## {title}\n\n{markdown.table(columns, rows)}\n")
+        sections.append(f"## {title}\n\n{counted(rows)}\n\n{markdown.table(columns, rows)}\n")
     listing = [
         f"{method.name:20} {method.flags.format(to='runs/every_method')}"
         for method, seeds in finished.items()
@@ -620,6 +621,23 @@ def summarize(lines: list[dict[str, Any]]) -> str:
     ]
     sections.append(f"{SETTINGS}\n```\n" + "\n".join(listing) + "\n```\n")
     return "\n".join(sections)
+
+
+def counted(rows: list[list[Any]]) -> str:
+    """Say how many of the table's rows end above the start, and how many below.
+
+    The interval over problems, of the sixth column, decides.
+    """
+    bounds = [
+        [float(word) for word in re.findall(r"[+-][\d.]+", row[5].partition("(")[2])]
+        for row in rows
+    ]
+    above = sum(low > 0 for low, _ in bounds)
+    below = sum(high < 0 for _, high in bounds)
+    return (
+        f"Of {len(rows)}, {above} end above the start, {below} below it, and of "
+        f"{len(rows) - above - below} this cannot be told, by the interval over problems."
+    )
 
 
 def mean(runs: list[dict[str, Any]], kind: str, samples: int) -> np.ndarray:
