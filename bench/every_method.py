@@ -628,10 +628,8 @@ def counted(rows: list[list[Any]]) -> str:
 
     The interval over problems, of the sixth column, decides.
     """
-    bounds = [
-        [float(word) for word in re.findall(r"[+-][\d.]+", row[5].partition("(")[2])]
-        for row in rows
-    ]
+    intervals_of = [row[5].partition("(")[2] for row in rows]
+    bounds = [[float(word) for word in re.findall(r"[+-][\d.]+", text)] for text in intervals_of]
     above = sum(low > 0 for low, _ in bounds)
     below = sum(high < 0 for _, high in bounds)
     return (
