@@ -36,7 +36,6 @@ HONEST = {
         "arithmetic_gspo",
         "arithmetic_cispo",
         "arithmetic_ppo",
-        "reverse_grpo",
         "mini_shell_grpo",
     )
 }
