@@ -36,7 +36,7 @@ HONEST = {
         "arithmetic_gspo",
         "arithmetic_cispo",
         "arithmetic_ppo",
-        "mini_shell_grpo",
+        "reverse_grpo",
     )
 }
 ALARM = re.compile(r"step (\d+): reward hacking \(([^)]*)\)")
