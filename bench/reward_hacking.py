@@ -37,7 +37,6 @@ HONEST = {
         "arithmetic_cispo",
         "arithmetic_ppo",
         "reverse_grpo",
-        "mini_shell_grpo",
     )
 }
 ALARM = re.compile(r"step (\d+): reward hacking \(([^)]*)\)")

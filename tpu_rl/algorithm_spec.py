@@ -74,18 +74,6 @@ class RoleSpec(NamedTuple):
     """The role is a reward model whose scores are read like this; None for any other role."""
 
 
-ADDRESSES = ("http://", "https://")
-
-
-class ServedTeacher(NamedTuple):
-    """A teacher that answers by HTTP."""
-
-    address: str
-    """That of the OpenAI-compatible server, with /v1 at its end."""
-    top: int
-    """The number of likeliest tokens whose log-probs it gives."""
-
-
 class PromptValue(NamedTuple):
     """The value of a prompt: beta log mean exp(reward / beta) over completions that are sampled for
     this alone (`advantages.optimal_value`). `Rollout.baseline` holds it."""
@@ -229,8 +217,8 @@ class ExperienceSpec(NamedTuple):
     """accepted: which completions are learned from."""
     graded: bool = False
     """pairs: completions that are judged one by one, instead of pairs."""
-    served: ServedTeacher | None = None
-    """The server that gives a teacher's log-probs of each completion."""
+    served: tuple[str, int] | None = None
+    """A teacher by HTTP: its address, and the number of likeliest tokens that it tells."""
     imitates: str | None = None
     """Author of the texts that the policy learns to write: "data", or a role. Evaluations report
     their loss on held-out rows."""

@@ -146,6 +146,17 @@ def test_tools_answer_until_a_turn_calls_none():
     assert first.state == {"found": "x", "searches": 3}
 
 
+def test_the_time_of_an_episode_is_that_of_what_it_waits_for():
+    with episodes_of(Store, [{"prompt": "a", "found": "x"}] * 2) as episodes:
+        episodes.begin()
+        turns = {0: ["<tool>search: slow</tool>", "end"], 1: ["end"]}
+        play(episodes, turns)
+        results = episodes.results()
+    assert set(results[0].seconds) == {"reset", "policy", "call", "reward"}
+    assert results[0].seconds["call"] >= 0.3
+    assert "call" not in results[1].seconds
+
+
 def test_a_game_ends_when_it_is_done():
     rows = [{"prompt": "", "start": 5}, {"prompt": "count ", "start": 9}]
     with episodes_of(Countdown, rows, PLAIN, stop_strings=["."], max_turns=3) as episodes:

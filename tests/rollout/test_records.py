@@ -1,10 +1,12 @@
 """Metrics, sample records and warnings of scored completions."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests.fixtures.echo import digit, score_prompts
 from tpu_rl.diagnosis.training_health import HealthMonitor
-from tpu_rl.rollout import records
+from tpu_rl.rollout import records, scoring
 
 
 def length(completions):
@@ -100,3 +102,22 @@ def test_several_completions_or_steps_of_a_row_are_one_text():
     talks = [[{"role": "assistant", "content": text}] for text in ("3", "4")]
     (record,) = records.of_data([{"prompt": "1+2=", "completions": talks}], 1)
     assert record["completion"] == "assistant: 3\nassistant: 4"
+
+
+def test_times_of_episodes_are_percentiles():
+    outcomes = scoring.EpisodeOutcomes(
+        names=["Game"] * 4,
+        is_scored=False,
+        rewards=np.full(4, np.nan, np.float32),
+        turn_rewards=np.zeros((4, 4), np.float32),
+        faults=[""] * 4,
+        messages=[[]] * 4,
+        states=[{}] * 4,
+        counts={"turns": np.ones(4, int)},
+        seconds={"policy": np.array([1.0, 2.0, 3.0, 11.0])},
+    )
+    scored = score_prompts(["12", "34"], {"digit": digit}, group_size=2)
+    row = records.metrics(replace(scored, episodes=outcomes))
+    assert row["time/episode_policy_p50"] == 2.5
+    np.testing.assert_allclose(row["time/episode_policy_p90"], 8.6)
+    assert outcomes.take(np.array([3])).seconds["policy"].tolist() == [11.0]

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ADDRESSES, ExperienceSpec, RoleSpec, ServedTeacher
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, teachers
@@ -42,7 +42,6 @@ from tpu_rl.types import (
     Array,
     Completions,
     Experience,
-    Layout,
     Metrics,
     PackedRows,
     Params,
@@ -109,10 +108,10 @@ class DistillConfig(ranges.Checked):
     """Source of the completions of the other prompts."""
 
     @property
-    def served(self) -> ServedTeacher | None:
-        """The teacher, if it is a server."""
-        is_served = self.teacher.startswith(ADDRESSES)
-        return ServedTeacher(self.teacher, self.top_k or 0) if is_served else None
+    def served(self) -> tuple[str, int] | None:
+        """The address of a teacher by HTTP, and `top_k`."""
+        is_served = self.teacher.startswith(("http://", "https://"))
+        return (self.teacher, self.top_k or 0) if is_served else None
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -130,12 +129,9 @@ class DistillConfig(ranges.Checked):
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        roles = {
-            "policy": RoleSpec(trainable=True),
-            "teacher": RoleSpec(trainable=False, path=self.teacher),
-        }
-        if self.served is not None:
-            del roles["teacher"]
+        roles = {"policy": RoleSpec(trainable=True)}
+        if self.served is None:
+            roles["teacher"] = RoleSpec(trainable=False, path=self.teacher)
         if self.target == "contrastive":
             roles["teacher_reverse"] = RoleSpec(trainable=False, path=self.teacher_reverse)
         return with_reference(roles, needed=self.target == "extrapolated")
@@ -150,7 +146,7 @@ class Batch:
     """"policy": the weights of the tokens."""
     on_policy: Array
     """bool: True if the policy sampled the token's completion."""
-    teacher: tuple[list[Array], list[Array]] | None = None
+    teacher: list[list[Array]]
     """Ids and log-probs of a served teacher's likeliest tokens, an array for each rank."""
 
 
@@ -175,12 +171,16 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
             rows=layout.rows(completions.tokens),
             weights={"policy": layout.pack(weights)},
             on_policy=layout.pack(mask & completions.on_policy[:, None]),
-            teacher=None if config.served is None else _packed(completions, layout),
+            teacher=[
+                [layout.pack(values[..., rank]) for rank in range(values.shape[-1])]
+                for values in (completions.teacher_ids, completions.teacher_log_probs)
+                if values is not None
+            ],
         )
         return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        if batch.teacher is not None:
+        if batch.teacher:
             ids, log_probs = (jnp.stack(ranks, -1) for ranks in batch.teacher)
             comparison = teachers.compare_with_top(
                 roles["policy"], params, batch.rows, ids, log_probs, config.beta
@@ -225,15 +225,3 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
         return value, metrics
 
     return Algorithm(make_batch, loss)
-
-
-def _packed(completions: Completions, layout: Layout) -> tuple[list[Array], list[Array]]:
-    """Move the likeliest tokens of a served teacher into packed rows, each rank by itself."""
-    ids, log_probs = completions.teacher_ids, completions.teacher_log_probs
-    assert ids is not None
-    assert log_probs is not None
-    ranks = range(ids.shape[-1])
-    return (
-        [layout.pack(ids[..., rank]) for rank in ranks],
-        [layout.pack(log_probs[..., rank]) for rank in ranks],
-    )

@@ -217,7 +217,7 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
     source = np.zeros(len(group), np.int8) if spec.rows_added else None
     tree = (np.arange(len(group), dtype=np.int32), steps) if spec.texts else (None, None)
-    top = (*shape, spec.served.top) if spec.served else ()
+    top = (*shape, spec.served[1]) if spec.served else ()
     served = (np.zeros(top, np.int32), np.zeros(top, np.float32)) if top else ()
     fields: dict[type, tuple[Any, ...]] = {
         Rollout: (*rollout, *tree, None, value, source),

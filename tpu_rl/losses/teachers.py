@@ -173,16 +173,9 @@ def compare(
 
 
 def compare_with_top(
-    policy: Role,
-    params: Params,
-    rows: PackedRows,
-    ids: Array,
-    log_probs: Array,
-    beta: float,
+    policy: Role, params: Params, rows: PackedRows, ids: Array, log_probs: Array, beta: float
 ) -> Comparison:
-    """Compute the divergence of the policy from a teacher of which only the top is known.
-
-    It is that of `compare` with `top_k` at temperature 1: all other tokens are taken together.
+    """Compute the divergence of `compare` with `top_k` at temperature 1 from a teacher's top alone.
 
     Args:
       policy: the role that learns.
@@ -198,19 +191,15 @@ def compare_with_top(
 
     def compare_chunk(chosen: Array, hidden: Array) -> Comparison:
         logits = policy.logits(params, hidden)
-        tokens = jnp.take_along_axis(rows.tokens, chosen, axis=1)
-        own_ids, own_target = (
-            jnp.take_along_axis(values, chosen[..., None], axis=1) for values in (ids, target)
+        token, top, known = (
+            jnp.take_along_axis(values, chosen[..., None], axis=1)
+            for values in (rows.tokens[..., None], ids, target)
         )
-        token_log_probs, entropy = log_probs_of_logits(logits, tokens)
-        student = divergences.coarsen(logits, own_ids)
-        divergence = divergences.jensen_shannon(student, own_target, beta)
-        ones = jnp.ones_like(divergence)
-        return Comparison(divergence, ones, token_log_probs, jax.lax.stop_gradient(entropy))
+        values, entropy = log_probs_of_logits(logits, token[..., 0])
+        divergence = divergences.jensen_shannon(divergences.coarsen(logits, top), known, beta)
+        return Comparison(divergence, jnp.ones_like(values), values, jax.lax.stop_gradient(entropy))
 
     hidden = policy.hidden(params, rows)
-    chunk_tokens = tokens_at_once(vocabulary(policy, params, hidden))
-    # The function finds everything that belongs to a token by its slot.
-    return over_actions(
-        compare_chunk, replace(rows, tokens=slots), hidden, chunk_tokens=chunk_tokens
-    )
+    chunk = tokens_at_once(vocabulary(policy, params, hidden))
+    # Everything that belongs to a token is found by its slot.
+    return over_actions(compare_chunk, replace(rows, tokens=slots), hidden, chunk_tokens=chunk)

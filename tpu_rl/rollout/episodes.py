@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -77,6 +78,8 @@ class EpisodeResult(NamedTuple):
     """The environment's public attributes at the end."""
     images: list[bytes] = []
     """The images that the environment showed, as files."""
+    seconds: dict[str, float] = {}
+    """What it waited for -> for how long, as in `EpisodeOutcomes`."""
 
     @property
     def turns(self) -> int:
@@ -114,6 +117,15 @@ class _Episode:
     state: Mapping[str, Any] = field(default_factory=dict)
     images: list[bytes] = field(default_factory=list)
     """The images that the environment showed so far."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    since: float = 0.0
+    """When it began to wait for what it waits for."""
+
+    def has_waited_for(self, what: str) -> None:
+        """Count the time since the last call."""
+        now = time.perf_counter()
+        self.seconds[what] = self.seconds.get(what, 0.0) + now - (self.since or now)
+        self.since = now
 
 
 class Episodes:
@@ -215,6 +227,7 @@ class Episodes:
             InputError: if a prompt of the data is too long, with the tools that it shows.
         """
         for row, episode in self._episodes.items():
+            episode.since = time.perf_counter()
             episode.pending = self._pool.reset(
                 episode.pool_id,
                 episode.row,
@@ -297,6 +310,7 @@ class Episodes:
             errors=episode.errors,
             observation_tokens=episode.observation_tokens,
             state=episode.state,
+            seconds=episode.seconds,
         )
 
     # --- what begins ---
@@ -336,6 +350,7 @@ class Episodes:
         self._wait_for(episode, "reward", self._pool.reward(episode.pool_id))
 
     def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
+        episode.has_waited_for("policy")
         episode.waits_for = ask
         episode.pending = future
 
@@ -576,6 +591,7 @@ def _reply(episode: _Episode) -> Reply:
     """Return the answer that an episode waits for."""
     assert episode.pending is not None
     reply = episode.pending.result()
+    episode.has_waited_for(episode.waits_for)
     episode.pending = None
     episode.waits_for = ""
     return reply

@@ -33,7 +33,8 @@ def metrics(scored: Scored) -> dict[str, float]:
     groups have several completions. "reward/unscored" is the share of completions that no reward
     function has a number for. "rollout/tokens_per_draft", at least 1, is present if decoding
     was speculative. "env/turns", "env/tool_calls", "env/errors" and "env/observation_tokens" are
-    means over episodes with an environment.
+    means over episodes with an environment. "time/episode_NAME_p50" and "_p90" are percentiles over
+    episodes of the seconds in which one waited for NAME (`EpisodeOutcomes.seconds`).
     """
     sampled = by_episode(all_sampled(scored))
     size = group_size(sampled)
@@ -62,6 +63,9 @@ def metrics(scored: Scored) -> dict[str, float]:
             for name, values in sampled.episodes.counts.items()
         }
         row["time/rollout_idle"] = sampled.episodes.idle_seconds
+        for name, seconds in sampled.episodes.seconds.items():
+            row[f"time/episode_{name}_p50"] = float(np.percentile(seconds, 50))
+            row[f"time/episode_{name}_p90"] = float(np.percentile(seconds, 90))
     row["time/reward"] = sampled.seconds_reward
     return row | speed(sampled.lengths, sampled.seconds_rollout)
 

@@ -64,6 +64,9 @@ class EpisodeOutcomes:
     """The images that the environment showed in each episode, as files; empty if it shows none."""
     idle_seconds: float = 0.0
     """Time in which nothing was decoded, because all episodes waited for tools or agents."""
+    seconds: dict[str, np.ndarray] = field(default_factory=dict)
+    """What an episode waited for -> [N] seconds of each: "policy" (in the queue and decoding),
+    "reset", "call" and "step" (tools and games), "reward", "agent"."""
 
     def take(self, rows: np.ndarray) -> EpisodeOutcomes:
         """Return some of the episodes."""
@@ -76,6 +79,7 @@ class EpisodeOutcomes:
             messages=[self.messages[row] for row in rows],
             states=[self.states[row] for row in rows],
             counts={name: values[rows] for name, values in self.counts.items()},
+            seconds={name: values[rows] for name, values in self.seconds.items()},
             images=[self.images[row] for row in rows] if self.images else [],
         )
 

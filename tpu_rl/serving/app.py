@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -125,6 +126,10 @@ class EpisodeAccount(Account):
         self._when = 0
         self.is_over = False
         """True once the episode is over. Later turns are not recorded."""
+        self.began = time.perf_counter()
+        self.policy_seconds = 0.0
+        """Time in which calls were under way."""
+        self._asked_at = 0.0
 
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         if not self._is_strict:
@@ -149,6 +154,7 @@ class EpisodeAccount(Account):
             )
         if not self._num_running:
             self._when += 1
+            self._asked_at = time.perf_counter()
         self._num_running += 1
         repeats = self._calls[tuple(prompt)]
         self._calls[tuple(prompt)] += 1
@@ -158,6 +164,8 @@ class EpisodeAccount(Account):
 
     def end(self, call: OpenCall, turn: Turn | None) -> None:
         self._num_running -= 1
+        if not self._num_running:
+            self.policy_seconds += time.perf_counter() - self._asked_at
         if turn is not None and not self.is_over:
             self.record.calls.append(Call(call.when, call.prompt, call.repeats, turn))
 

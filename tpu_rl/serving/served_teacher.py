@@ -29,6 +29,8 @@ SECONDS = 600.0
 """Time for a request."""
 PAUSES = (1.0, 4.0)
 """Seconds before a request is sent again that failed for a reason which may pass."""
+MOST_TOP = 20
+"""Likeliest tokens for which servers give log-probs."""
 PROBES = 4
 """Texts of the self-test."""
 TOLERANCE = 0.1
@@ -38,6 +40,35 @@ ROUNDING = 1e-3
 
 Top = tuple[np.ndarray, np.ndarray]
 """(ids [n - 1, k] int32, log-probs [n - 1, k] float32) in place of each token but the first."""
+
+
+def check(algorithm: Any, temperature: float) -> None:
+    """Raise InputError for what the top of a server's log-probs cannot tell.
+
+    Args:
+        algorithm: the settings of an algorithm whose teacher is an address.
+        temperature: that of sampling.
+    """
+    where = f"--algorithm.teacher {algorithm.teacher}"
+    served = algorithm.experience.served
+    if served is None:
+        raise InputError(
+            "this algorithm reads its teacher's weights, and none by HTTP",
+            where=where,
+            fix="give a directory or a hub id; the preset distill learns from a server",
+        )
+    fine = {
+        "--algorithm.top-k 20": 1 <= served[1] <= MOST_TOP,
+        "--algorithm.target teacher": algorithm.target == "teacher",
+        "--algorithm.off-policy data": algorithm.on_policy == 1 or algorithm.off_policy == "data",
+        "--sampling.temperature 1": temperature == 1,
+    }
+    for fix in (fix for fix, is_fine in fine.items() if not is_fine):
+        raise InputError(
+            "a teacher by HTTP gives log-probs of its likeliest tokens at temperature 1 alone",
+            where=where,
+            fix=f"use {fix}",
+        )
 
 
 def connect(address: str, top: int, tokenizer: Tokenizer) -> Callable[[Completions], Completions]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ADDRESSES, ServedTeacher
+from tpu_rl import ranges, wings
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.errors import InputError
 from tpu_rl.experience import constraints
@@ -36,8 +35,6 @@ ONLY_LATEST = "an --algorithm of the latest policy alone"
 RAW_RETURNS = "an --algorithm that reads returns as they are"
 SOLUTIONS = "an --algorithm whose solutions join groups"
 ADDS_ROWS = "an --algorithm whose solutions or texts join groups"
-MOST_SERVED = 20
-"""Likeliest tokens for which servers give log-probs."""
 HINT = "an --algorithm whose teacher sees a hint"
 CRITIQUE = "--algorithm.method critique"
 NO_EPISODES = "an --algorithm that does not learn from episodes"
@@ -465,22 +462,6 @@ def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: i
         )
 
 
-def _check_served_teacher(algorithm: Any, served: ServedTeacher, sampling: SamplingConfig) -> None:
-    """Raise InputError for what the top of a server's log-probs cannot tell."""
-    fine = {
-        "--algorithm.top-k 20": 1 <= served.top <= MOST_SERVED,
-        "--algorithm.target teacher": algorithm.target == "teacher",
-        "--algorithm.off-policy data": algorithm.on_policy == 1 or algorithm.off_policy == "data",
-        "--sampling.temperature 1": sampling.temperature == 1,
-    }
-    for fix in (fix for fix, is_fine in fine.items() if not is_fine):
-        raise InputError(
-            "a teacher by HTTP gives log-probs of its likeliest tokens at temperature 1 alone",
-            where=f"--algorithm.teacher {served.address}",
-            fix=f"use {fix}",
-        )
-
-
 def check_algorithm(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None:
     """Check that the sampling settings suit the losses of an algorithm."""
     if not is_temperature(sampling.temperature):
@@ -498,14 +479,10 @@ def check_algorithm(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Non
             fix="give a Hugging Face directory, a hub id or the model folder of a run",
         )
     spec = algorithm.experience
-    if spec.served is not None:
-        _check_served_teacher(algorithm, spec.served, sampling)
-    elif teacher is not None and (teacher.path or "").startswith(ADDRESSES):
-        raise InputError(
-            "this algorithm reads its teacher's weights, and none by HTTP",
-            where=f"--algorithm.teacher {teacher.path}",
-            fix="give a directory or a hub id; the preset distill learns from a server",
-        )
+    if spec.served or (
+        teacher is not None and str(teacher.path).startswith(("http://", "https://"))
+    ):
+        wings.MODULES["served_teacher"].check(algorithm, sampling.temperature)
     trains_policy = spec.source == "rollouts" and algorithm.roles["policy"].trainable
     if (trains_policy or spec.positive_temperature) and sampling.temperature == 0:
         raise InputError(
