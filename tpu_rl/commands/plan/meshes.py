@@ -130,9 +130,12 @@ def choose_logits(
 ) -> ExperimentConfig:
     """Return the configuration with a value for --batch.whole-logits; a value that is given stays.
 
-    On a mesh, a device has few rows, whose chunks are large (`log_probs.CHUNK_TOKENS`).
+    On a mesh, a device has few rows, whose chunks are large (`log_probs.CHUNK_TOKENS`). The formula
+    of the memory was compared with programs for TPUs only.
     """
     if config.batch.whole_logits != "auto" or mesh.size > 1 or memory is None:
+        return config
+    if mesh.devices.flat[0].platform != "tpu":
         return config
     whole = replace(config, batch=replace(config.batch, whole_logits="on"))
     if _largest_update(whole, model, mesh)(config.batch.rows_at_once) <= UPDATE_MEMORY * memory:
