@@ -98,7 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving": BASICS
     | WORKERS
     | {"user_code", "environments", "sampler", "tokenizers", "data", "rollout", "rewards"}
-    | {"runtime", "algorithm_spec"},
+    | {"runtime"},
     "tinker": MODEL_CODE
     | {
         "serving",

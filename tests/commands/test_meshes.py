@@ -88,9 +88,10 @@ def test_as_many_rows_are_in_memory_as_fit():
     assert chosen(1, rows=3) == (3, "")
 
 
-def test_logits_are_whole_where_they_fit_on_a_device_alone():
+@needs_libtpu
+def test_logits_are_whole_where_they_fit_on_a_chip_alone():
     config = experiment(micro_batch_rows=2)
-    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = compose.make_mesh(config.mesh, tpu_devices("v5e:2x2")[:1])
     model = plan_steps.read_model(config)
 
     def with_logits(value):
@@ -106,6 +107,7 @@ def test_logits_are_whole_where_they_fit_on_a_device_alone():
     assert (chosen(fits), chosen(fits - 2), chosen(None)) == ("on", "off", "auto")
     assert (chosen(fits, "off"), chosen(1, "on")) == ("off", "on")
     assert chosen(fits, mesh=abstract_mesh(fsdp=2)) == "auto"
+    assert chosen(fits, mesh=compose.make_mesh(config.mesh, jax.devices()[:1])) == "auto"
 
 
 def test_memory_of_an_update_by_formula():

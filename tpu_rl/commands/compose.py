@@ -95,7 +95,10 @@ def share_devices(
     if devices[0].platform == "tpu" and mesh == MeshConfig():
         rows = math.ceil(config.batch.rows_at_once / len(devices))
         tokens = rows * config.batch.row_length
-        mesh = replace(mesh, expert=expert_devices(model.config, len(devices), tokens))
+        expert = expert_devices(model.config, len(devices), tokens)
+        if expert > 1 and wings.MODULES["meshes"].gathers_experts(config, model, devices):
+            expert = 1
+        mesh = replace(mesh, expert=expert)
     return Devices(make_mesh(mesh, devices), sampler)
 
 

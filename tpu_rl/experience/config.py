@@ -126,7 +126,7 @@ class BatchConfig:
     estimate."""
     whole_logits: Literal["auto", "on", "off"] = "auto"
     """Keep the logits of a micro-batch for the backward pass, and do not compute them again in
-    parts. auto: on if a device works alone, its memory is known and the update fits by estimate."""
+    parts. auto: on if a TPU chip works alone and the update fits by estimate."""
     share_prefixes: bool = True
     """Store the prompt of a group, and whatever else its completions share, once in a packed row.
     Models with a recurrent state (Qwen3.5) need False, which repeats it for each completion."""

@@ -17,18 +17,21 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from tpu_rl import models
+from tpu_rl import cost_model, models
 from tpu_rl.commands import compose, roles
-from tpu_rl.commands.config import ExperimentConfig
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.commands.expert_axis import MATRICES, PASSES, expert_devices
 from tpu_rl.commands.micro_batches import row_devices, with_micro_batch
 from tpu_rl.commands.plan import plan_steps
 from tpu_rl.commands.plan.plan_steps import StagePlan
 from tpu_rl.cost_model import CHIPS
+from tpu_rl.cost_model.costs import Link
 from tpu_rl.losses import log_probs
 from tpu_rl.models import Select
 from tpu_rl.models.attention import decode
 from tpu_rl.models.attention.cudnn import nvidia_capability
 from tpu_rl.models.decoder import expert_stacks, param_shapes
+from tpu_rl.models.moe import experts
 from tpu_rl.planner import decode_time, estimates, update_memory
 from tpu_rl.planner.sampling import copied_weights
 from tpu_rl.planner.steps import chip_bytes
@@ -103,9 +106,10 @@ def choose_rows(
 
     The number is one row for each of the devices that share rows, twice that, four times ...: the
     largest whose update fits by estimate, with whole logits if those of one row do, but no more
-    than make `MICRO_BATCHES` of a step. More rows gather weights and add gradients less often. A
-    number that is given stays. Where the memory is unknown, the number is
-    `BatchConfig.rows_at_once`. The line is empty in both cases.
+    than make `MICRO_BATCHES` of a step. More rows gather weights and add gradients less often. TPUs
+    that gather a mixture's experts take all rows of a step, if these fit. A number that is given
+    stays. Where the memory is unknown, the number is `BatchConfig.rows_at_once`. The line is empty
+    in both cases.
     """
     if config.batch.micro_batch_rows or memory is None:
         return with_micro_batch(config, config.batch.rows_at_once), ""
@@ -113,11 +117,15 @@ def choose_rows(
     one_row, model, _ = choose_precision(config, model, mesh, memory)
     one_row = choose_logits(with_micro_batch(one_row, devices), model, mesh, memory)
     needed = _largest_update(one_row, model, mesh)
-    texts = math.ceil(config.batch.prompts * config.batch.group_size / config.batch.num_minibatches)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
-    rows_of_step = math.ceil(texts / max(1, config.batch.row_length // length))
+    rows_of_step = math.ceil(_texts_of_step(config) / max(1, config.batch.row_length // length))
     most = max(rows_of_step // MICRO_BATCHES, config.batch.rows_at_once)
     rows = devices
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    if is_tpu and model.config.moe is not None and mesh.shape["expert"] == 1 < mesh.shape["fsdp"]:
+        whole = _whole_step(config, devices)
+        if needed(whole) <= UPDATE_MEMORY * memory:
+            rows = whole * devices
     while 2 * rows <= most and needed(2 * rows // devices) <= UPDATE_MEMORY * memory:
         rows *= 2
     share = f"{rows // devices} on each of {devices} devices"
@@ -125,14 +133,62 @@ def choose_rows(
     return with_micro_batch(config, rows), line
 
 
+def _texts_of_step(config: ExperimentConfig) -> int:
+    batch = config.batch
+    return math.ceil(batch.prompts * batch.group_size / batch.num_minibatches)
+
+
+def _whole_step(config: ExperimentConfig, devices: int) -> int:
+    """Return the rows of a device that hold a step of texts of full length, which share prompts."""
+    batch, sampling = config.batch, config.sampling
+    shared = sampling.max_prompt_tokens if batch.share_prefixes else 0
+    own = sampling.max_prompt_tokens + sampling.max_new_tokens - shared
+    of_row = max(1, (batch.row_length - shared) // own)
+    return math.ceil(_texts_of_step(config) / of_row / devices)
+
+
+def gathers_experts(config: ExperimentConfig, model: Model, devices: Sequence[Any]) -> bool:
+    """Return True if a run with no mesh of its own gathers the experts of a mixture.
+
+    Then one micro-batch has all rows of a step, if that fits. The weights of each layer come twice
+    and their gradients go once, which computation hides in part. Otherwise tokens travel to experts
+    and back in each pass of each row, and wait. The times that are compared are those of the links.
+    """
+    mixture = model.config.moe
+    chip = next((chip for chip in CHIPS.values() if chip.kind == devices[0].device_kind), None)
+    count = len(devices)
+    whole = _whole_step(config, count)
+    # A resumed run has the rows that it chose.
+    if mixture is None or chip is None or config.batch.micro_batch_rows not in (0, whole * count):
+        return False
+    tokens = config.batch.row_length
+    expert = expert_devices(model.config, count, tokens)
+    mesh = compose.make_mesh(MeshConfig(), devices)
+    torus = estimates.torus(mesh, chip)
+    width = model.config.hidden_size * jax.numpy.dtype(model.config.dtype).itemsize
+    shard = MATRICES * width * mixture.intermediate_size * mixture.num_experts // count
+    gather = Link("all-gather", shard, tuple(range(count)), overlaps=True)
+    rows = experts.exchanged_rows(tokens, mixture.experts_per_token, expert)
+    exchange = Link("all-to-all", rows * width, tuple(range(expert)), overlaps=False)
+    gathered = PASSES * cost_model.link_seconds(gather, torus)
+    exchanged = 2 * PASSES * whole * cost_model.link_seconds(exchange, torus)
+    memory = device_memory(mesh)
+    if memory is None or gathered >= exchanged:
+        return False
+    return _largest_update(config, model, mesh)(whole) <= UPDATE_MEMORY * memory
+
+
 def choose_logits(
     config: ExperimentConfig, model: Model, mesh: Mesh, memory: int | None
 ) -> ExperimentConfig:
     """Return the configuration with a value for --batch.whole-logits; a value that is given stays.
 
-    On a mesh, a device has few rows, whose chunks are large (`log_probs.CHUNK_TOKENS`).
+    On a mesh, a device has few rows, whose chunks are large (`log_probs.CHUNK_TOKENS`). The formula
+    of the memory was compared with programs for TPUs only.
     """
     if config.batch.whole_logits != "auto" or mesh.size > 1 or memory is None:
+        return config
+    if mesh.devices.flat[0].platform != "tpu":
         return config
     whole = replace(config, batch=replace(config.batch, whole_logits="on"))
     if _largest_update(whole, model, mesh)(config.batch.rows_at_once) <= UPDATE_MEMORY * memory:
