@@ -135,6 +135,7 @@ def test_only_the_page_is_served_and_only_to_this_machine(server):
         assert b" 403 " in client.recv(1 << 16)
 
 
+@pytest.mark.slow
 def test_half_requests_hold_few_threads_and_not_for_long(server, monkeypatch):
     monkeypatch.setattr(command, "REQUEST_SECONDS", 0.5)
     before = threading.active_count()
