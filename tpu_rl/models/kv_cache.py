@@ -362,7 +362,7 @@ def write(
         leaf = before[name]
         if scales_by_mask and leaf.ndim == 4:
             old = jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-            is_place = jnp.arange(leaf.shape[3]) == places
+            is_place = jnp.arange(leaf.shape[3])[None, None] == places
             masked = jnp.where(is_place, part.swapaxes(1, 2), old)
             return jax.lax.dynamic_update_index_in_dim(leaf, masked, layer, 0)
         return leaf.at[indices(name)].set(part, mode="drop", unique_indices=True)

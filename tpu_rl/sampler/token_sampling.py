@@ -87,7 +87,8 @@ def sample_tokens(
     below_max, below_max_at = _below_max(logits, scale)
     mass = jnp.exp(below_max)
     block_mass = _block_masses(mass)
-    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(block_mass, axis=-1))
+    # Not a sum of `block_mass`, whose last bits depend on the number of rows.
+    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
     changed_logits = penalize(logits, config, seen)
     changed, changed_at = below_max, below_max_at
     if changed_logits is not logits:
