@@ -100,6 +100,7 @@ def test_pairs_are_compared_in_both_orders(monkeypatch):
         ("Yes, but no", None),
         ("", None),
         ("Verdict: maybe", None),
+        ("The verdict: a triumph, no doubt. The verdict: A fair one.", None),
     ],
 )
 def test_verdicts(text, expected):

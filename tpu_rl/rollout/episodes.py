@@ -79,7 +79,7 @@ class EpisodeResult(NamedTuple):
     images: list[bytes] = []
     """The images that the environment showed, as files."""
     seconds: dict[str, float] = {}
-    """What it waited for -> for how long, as in `EpisodeOutcomes`."""
+    """Kind of wait -> seconds, as in `EpisodeOutcomes`."""
 
     @property
     def turns(self) -> int:

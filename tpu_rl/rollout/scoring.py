@@ -65,7 +65,7 @@ class EpisodeOutcomes:
     idle_seconds: float = 0.0
     """Time in which nothing was decoded, because all episodes waited for tools or agents."""
     seconds: dict[str, np.ndarray] = field(default_factory=dict)
-    """What an episode waited for -> [N] seconds of each: "policy" (in the queue and decoding),
+    """Kind of wait -> [N] seconds of each episode: "policy" (in the queue and decoding),
     "reset", "call" and "step" (tools and games), "reward", "agent"."""
 
     def take(self, rows: np.ndarray) -> EpisodeOutcomes:

@@ -90,7 +90,8 @@ def sample_tokens(
     # Not a sum of `block_mass`, whose last bits depend on the number of rows.
     log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
     changed_logits = penalize(logits, config, seen)
-    changed, changed_at = below_max, below_max_at
+    changed = below_max
+    changed_at = below_max_at
     if changed_logits is not logits:
         changed, changed_at = _below_max(changed_logits, scale)
     if config.greedy:

@@ -25,7 +25,7 @@ from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.tool_calls import THOUGHT_ENDS, THOUGHTS, ToolCall
 
 THOUGHT_KEY = "reasoning_content"
-"""Where clients put the thoughts of a message that they have taken out of its text."""
+"""The key under which clients put the thoughts that they took out of a message's text."""
 AROUND_MARKS = re.compile(rf"\s*({'|'.join(map(re.escape, {*THOUGHTS, *THOUGHT_ENDS}))})\s*")
 Message = dict[str, Any]
 Place = Callable[[list[int], Sequence[Message]], list[int]]

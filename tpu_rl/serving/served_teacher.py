@@ -116,17 +116,15 @@ class _Teacher:
 
     def top(self, texts: Sequence[list[int]]) -> list[Top]:
         """Return the likeliest tokens of each text. All processes call it together."""
-        found: list[Top] = []
+        tops: list[Top] = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             some = list(texts[first : first + TEXTS_AT_ONCE])
             body = {"prompt": some, "prompt_logprobs": self._top}
             choices = self._choices(body)
             if len(choices) != len(some):
                 raise self._wrong(f"it answers {len(choices)} of {len(some)} texts")
-            found += [
-                self._parsed(text, choice) for text, choice in zip(some, choices, strict=True)
-            ]
-        return found
+            tops += [self._parsed(text, choice) for text, choice in zip(some, choices, strict=True)]
+        return tops
 
     def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the choices of an answer, in the order of the prompts."""
@@ -151,7 +149,8 @@ class _Teacher:
             pairs = [(float(one["logprob"]), int(token)) for token, one in entry.items()]
             rows.append(sorted(pairs, reverse=True)[:top])
         values = np.array(rows, np.float64).reshape(len(rows), top, 2)
-        log_probs, ids = values[..., 0], values[..., 1].astype(np.int32)
+        log_probs = values[..., 0]
+        ids = values[..., 1].astype(np.int32)
         mass = np.exp(log_probs).sum(-1)
         if not np.isfinite(log_probs).all() or mass.max(initial=0) > 1 + ROUNDING:
             raise self._wrong("its log-probs are not those of a distribution")
@@ -171,10 +170,10 @@ class _Teacher:
             body = {"prompt": words, "prompt_logprobs": 0, "return_token_ids": True}
             [choice] = self._choices(body) if words else [{}]
             ids = choice.get("prompt_token_ids")
-            own = [*tokenizer.prefix_ids, *tokenizer.encode(words)]
+            expected = [*tokenizer.prefix_ids, *tokenizer.encode(words)]
             if ids is None:
                 print("note: the teacher does not tell its token ids", file=sys.stderr)
-            elif ids != own:
+            elif ids != expected:
                 raise self._wrong(f"it has another tokenizer: {words[:40]!r} is {ids[:8]}")
         halves = [text[: len(text) // 2 + 1] for text in texts]
         for whole, half in zip(self.top(texts), self.top(halves), strict=True):

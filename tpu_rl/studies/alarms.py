@@ -47,7 +47,7 @@ has counts."""
 
 
 class Completions(NamedTuple):
-    """What is kept of the completions of a step."""
+    """Statistics of the completions of a step."""
 
     kinds: np.ndarray
     """[5]: the shares of `KINDS` among the bytes."""
@@ -59,7 +59,7 @@ class Completions(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What alarms know of a step."""
+    """The metrics and statistics of a step."""
 
     metrics: Mapping[str, float]
     completions: Completions | None
@@ -96,12 +96,12 @@ class History:
         if not math.isfinite(row.get("reward/mean", math.nan)):
             return
         self.rewards.append(row["reward/mean"])
-        kept = [
+        judged = [
             record
             for record in islice(records, MOST_COMPLETIONS)
             if record["reward"] is not None and "source" not in record and "error" not in record
         ]
-        step = Step(row, _completions(kept, self.measured) if kept else None)
+        step = Step(row, _completions(judged, self.measured) if judged else None)
         if len(self.first) < WINDOW:
             self.first.append(step)
         self.last.append(step)

@@ -69,18 +69,23 @@ def judge(
     ) -> list[Share]:
         references = columns.get("answer") if reference else None
         of_rows = _points(columns, criteria) if criteria else None
-        requests, parts = [], []
+        requests: list[str] = []
+        questions_of: list[list[tuple[str, float]]] = []
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             text = without_thoughts(text_of(completion))
             data = {"Problem": conversation(prompt), "Answer": text}
             if references is not None:
                 data["Reference answer"] = str(references[row])
-            asked = of_rows[row] if of_rows else [(decision, 1.0)]
-            asked = [] if VERDICT.search(text) else asked
-            parts.append(asked)
-            requests += [request(data, what, YES_NO, votes) for what, _ in asked]
+            questions = of_rows[row] if of_rows else [(decision, 1.0)]
+            # A completion that gives its own verdict is not judged, and gets 0.
+            questions = [] if VERDICT.search(text) else questions
+            questions_of.append(questions)
+            requests += [request(data, one, YES_NO, votes) for one, _ in questions]
         shares = iter(ask(requests))
-        return [_total([(next(shares), points) for _, points in asked]) for asked in parts]
+        return [
+            _total([(next(shares), points) for _, points in questions])
+            for questions in questions_of
+        ]
 
     return score
 
@@ -192,7 +197,7 @@ def load(model: str, choices: Choices, votes: int, max_tokens: int, name: str) -
 
 
 def _question(question: str, rubric: str, default: str) -> str:
-    """Return what the judge decides. Raises InputError if the file cannot be read."""
+    """Return the question to the judge. Raises InputError if the file cannot be read."""
     composed.require(not (question and rubric), "question=, rubric=", "give one of them")
     if not rubric:
         return question or default
@@ -221,7 +226,7 @@ def _column(columns: Mapping[str, Sequence[Any]], name: str, setting: str) -> Se
 
 
 def _points(columns: Mapping[str, Sequence[Any]], name: str) -> list[list[tuple[str, float]]]:
-    """Return what is asked about each row, by its criteria, with their points."""
+    """Return the questions about each row, one for each of its criteria, with their points."""
 
     def read(value: Any) -> list[tuple[str, float]]:
         pairs = [

@@ -69,11 +69,12 @@ def pair_request(
 def read_verdict(text: str) -> str | None:
     """Return the verdict of a judge's answer, as "yes", "no", "a" or "b"; None without one."""
     text = without_thoughts(text).strip()
-    found = VERDICT.findall(text) or _ALONE.findall(text)
-    return found[-1].lower() if found else None
+    verdicts = VERDICT.findall(text) or _ALONE.findall(text)
+    return verdicts[-1].lower() if verdicts else None
 
 
-VERDICT = re.compile(r"\bverdict\W{0,8}(yes|no|a|b)\b(?!['’])", re.IGNORECASE)
+VERDICT = re.compile(r"(?i:\bverdict\b[*_\s]*[:=][*_\s]*)((?i:yes|no)\b|[AB]\b(?!['’]|\s+[a-z]))")
+"""A verdict such as "Verdict: Yes" or "**Verdict:** B". "The verdict: a triumph" is none."""
 _ALONE = re.compile(r"\A\W*(yes|no|a|b)\W*\Z", re.IGNORECASE)
 
 

@@ -140,10 +140,11 @@ def _texts_of_step(config: ExperimentConfig) -> int:
 
 def _whole_step(config: ExperimentConfig, devices: int) -> int:
     """Return the rows of a device that hold a step of texts of full length, which share prompts."""
-    batch, sampling = config.batch, config.sampling
+    batch = config.batch
+    sampling = config.sampling
     shared = sampling.max_prompt_tokens if batch.share_prefixes else 0
-    own = sampling.max_prompt_tokens + sampling.max_new_tokens - shared
-    of_row = max(1, (batch.row_length - shared) // own)
+    text_tokens = sampling.max_prompt_tokens + sampling.max_new_tokens - shared
+    of_row = max(1, (batch.row_length - shared) // text_tokens)
     return math.ceil(_texts_of_step(config) / of_row / devices)
 
 
