@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.train import sharding
-from tpu_rl.types import Array, Params, Purpose
+from tpu_rl.types import Array, Model, Params, Purpose
 from tpu_rl.verifiers.verdicts import Choices, Judge, Share, share_of
 
 BATCH_ROWS = 16
@@ -42,6 +42,25 @@ def seed_of(request: str) -> int:
 # --- a model in this process ---
 
 
+class Loaded(NamedTuple):
+    """A language model on one device of this process."""
+
+    path: str
+    mesh: jax.sharding.Mesh
+    model: Model
+    params: Params
+    tokenizer: tokenizers.Tokenizer
+
+    def encode(self, request: str) -> list[int]:
+        if self.tokenizer.has_chat_template:
+            return self.tokenizer.encode_prompt([{"role": "user", "content": request}])
+        return self.tokenizer.encode_prompt(f"{request}\n\nReply:")
+
+
+Answer = Callable[[Sequence[str], list[list[int]]], list[Share]]
+"""(requests, their ids) -> the share of each."""
+
+
 def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
     """Load the judge of a directory or run folder, on one device of this process.
 
@@ -60,64 +79,69 @@ def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
             fix="name the folder itself as --reward, or give a model that writes text",
         )
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
-    if not votes and tokenizer.has_chat_template and tokenizer.thought_opening:
+    loaded = Loaded(path, mesh, model, params, tokenizer)
+    if votes:
+        return of_short_requests(loaded, by_votes(loaded, choices, votes, max_tokens))
+    if tokenizer.has_chat_template and tokenizer.thought_opening:
         raise InputError(
             "the judge thinks before it answers",
             where=f"model={path}",
             why=f"its turns begin with {tokenizer.thought_opening!r}",
             fix="add votes=1 or more, and max_tokens= for its thoughts",
         )
+    return of_short_requests(loaded, by_log_odds(loaded, choices))
 
-    def encode(request: str) -> list[int]:
-        if tokenizer.has_chat_template:
-            return tokenizer.encode_prompt([{"role": "user", "content": request}])
-        return tokenizer.encode_prompt(f"{request}\n\nReply:")
 
-    def asked(ask: Callable[[Sequence[str], list[list[int]]], list[Share]]) -> Judge:
-        """Make the judge that asks about the requests which are short enough."""
+def of_short_requests(loaded: Loaded, answer: Answer) -> Judge:
+    """Make the judge that answers the requests which are short enough."""
 
-        def answer(requests: Sequence[str]) -> list[Share]:
-            encoded = {request: encode(request) for request in requests}
-            longest = reward_model.MAX_TOKENS
-            short = [request for request, ids in encoded.items() if len(ids) <= longest]
-            shares: dict[str, Share] = {
-                request: RewardFailure(
-                    f"the judge's request has {len(ids)} tokens, above {longest}"
-                )
-                for request, ids in encoded.items()
-            }
-            if short:
-                of_short = ask(short, [encoded[request] for request in short])
-                shares |= zip(short, of_short, strict=True)
-            return [shares[request] for request in requests]
+    def judge(requests: Sequence[str]) -> list[Share]:
+        encoded = {request: loaded.encode(request) for request in requests}
+        longest = reward_model.MAX_TOKENS
+        short = [request for request, ids in encoded.items() if len(ids) <= longest]
+        shares: dict[str, Share] = {
+            request: RewardFailure(f"the judge's request has {len(ids)} tokens, above {longest}")
+            for request, ids in encoded.items()
+        }
+        if short:
+            of_short = answer(short, [encoded[request] for request in short])
+            shares |= zip(short, of_short, strict=True)
+        return [shares[request] for request in requests]
 
-        return answer
+    return judge
 
-    if votes:
-        policy = models.policy(model)
-        settings = sampler.SamplerConfig(
-            max_new_tokens=max_tokens,
-            stop_ids=tokenizer.eos_ids,
-            samples_per_prompt=votes,
-            pad_id=tokenizer.pad_id,
-            max_num_seqs=4 * BATCH_ROWS,
-        )
-        key = sampler.run_key(0, Purpose.EVALUATION, 0)
 
-        def sampled(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
-            seeds = np.array([seed_of(request) for request in requests], np.int64)
-            rows = ((seeds[:, None] + np.arange(votes)) % 2**31).ravel()
-            with jax.set_mesh(mesh):
-                rollout = sampler.sample(policy, params, ids, key, settings, row_ids=rows)
-            texts = [
-                tokenizer.decode(tokens[mask].tolist())
-                for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
-            ]
-            return [share_of(texts[i : i + votes], choices) for i in range(0, len(texts), votes)]
+def by_votes(loaded: Loaded, choices: Choices, votes: int, max_tokens: int) -> Answer:
+    """Sample `votes` texts of at most `max_tokens` tokens for each request, and count verdicts."""
+    tokenizer = loaded.tokenizer
+    policy = models.policy(loaded.model)
+    settings = sampler.SamplerConfig(
+        max_new_tokens=max_tokens,
+        stop_ids=tokenizer.eos_ids,
+        samples_per_prompt=votes,
+        pad_id=tokenizer.pad_id,
+        max_num_seqs=4 * BATCH_ROWS,
+    )
+    key = sampler.run_key(0, Purpose.EVALUATION, 0)
 
-        return asked(sampled)
+    def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
+        seeds = np.array([seed_of(request) for request in requests], np.int64)
+        rows = ((seeds[:, None] + np.arange(votes)) % 2**31).ravel()
+        with jax.set_mesh(loaded.mesh):
+            rollout = sampler.sample(policy, loaded.params, ids, key, settings, row_ids=rows)
+        texts = [
+            tokenizer.decode(tokens[mask].tolist())
+            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+        ]
+        return [share_of(texts[i : i + votes], choices) for i in range(0, len(texts), votes)]
 
-    letters = [first_tokens(tokenizer, choice) for choice in choices]
+    return answer
+
+
+def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
+    """Read the probabilities of both verdicts as the next token of each request."""
+    letters = [first_tokens(loaded.tokenizer, choice) for choice in choices]
+    model = loaded.model
 
     @jax.jit
     def log_odds(params: Params, tokens: Array, mask: Array) -> tuple[Array, Array]:
@@ -131,10 +155,11 @@ def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
         first, second = (jax.nn.logsumexp(log_probs[:, np.array(ids)], axis=1) for ids in letters)
         return first - second, jnp.logaddexp(first, second)
 
-    def read(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
+    def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
         del requests
         odds, either = np.zeros((2, len(ids)), np.float32)
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
+        # Batches of equal size whose width is a power of two, so that few programs are compiled.
         for start in range(0, len(order), BATCH_ROWS):
             rows = order[start : start + BATCH_ROWS]
             width = max(reward_model.MIN_COLUMNS, 1 << (len(ids[rows[-1]]) - 1).bit_length())
@@ -143,15 +168,15 @@ def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
             for place, row in enumerate(rows):
                 tokens[place, : len(ids[row])] = ids[row]
                 mask[place, : len(ids[row])] = True
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(loaded.mesh):
                 of_batch = sharding.to_host(
-                    log_odds(params, jnp.asarray(tokens), jnp.asarray(mask))
+                    log_odds(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))
                 )
             odds[rows], either[rows] = (array[: len(rows)] for array in of_batch)
-        say_unsure(path, float(np.exp(either).mean()))
+        say_unsure(loaded.path, float(np.exp(either).mean()))
         return [1 / (1 + math.exp(-float(value))) for value in odds]
 
-    return asked(read)
+    return answer
 
 
 _UNSURE: set[str] = set()
