@@ -1,12 +1,13 @@
 """Run a notebook of this folder from its first cell to its last, and keep in it what it shows.
 
     python docs/run_colab.py RUN_DIR [--notebook docs/colab.ipynb] [--to NOTEBOOK]
-        [--install REPOSITORY] [--short]
+        [--install REPOSITORY] [--short] [--real MODEL ROWS]
 
 A cell with the tag `shown` gets what it printed as its output, and one with the tag `curve` also
 the picture that it drew. The cell that installs the package is left out, and the code of this
 folder runs, unless --install names a repository or a wheel. Cells with the tag `real`, which
-want an accelerator and the hub, are left out. With --short every run has three steps.
+want an accelerator and the hub, are left out, unless --real names a model's directory and a file
+of GSM8K's rows in place of the hub's. With --short every run has three steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ RUN = re.compile(r'(?m)^RUN = "runs/\w+"$')
 STEPS = re.compile(r"(--steps |\bSTEPS = )\d+")
 COMMAND = re.compile(r"(?m)^!((?:.*\\\n)*.*)$")
 """What a shell does."""
+HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+HUB_ROWS = re.compile(r"openai/gsm8k --data.config main(?=\")")
+HUB_SPLIT = "--data.split train "
 
 
 def read(notebook: Path = NOTEBOOK) -> dict[str, Any]:
@@ -95,10 +99,12 @@ def run(
     repository: str = "",
     short: bool = False,
     accelerator: str = "cpu",
+    real: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run all cells and return the notebook with the outputs that it shows.
 
-    `accelerator` is what the cell that installs the package finds, if it does not run.
+    `accelerator` is what the cell that installs the package finds, if it does not run. `real` is
+    (directory of a model, file of rows), in place of those of the hub.
     """
     # Colab brings IPython; here a picture need not be shown.
     display: Any = types.ModuleType("IPython.display")
@@ -109,9 +115,12 @@ def run(
     notebook = read(notebook_path)
     variables: dict[str, Any] = {"__name__": "__main__", "expand": expand, "shell": shell}
     variables |= {"_exit_code": 0, "ACCELERATOR": accelerator, "Path": Path}
-    without = ("real",) if repository else ("install", "real")
+    without = (*(() if repository else ("install",)), *(() if real else ("real",)))
     for i, program in programs(run_dir, notebook_path, without):
         program = program.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}")
+        if real:
+            program = program.replace(HUB_MODEL, real[0]).replace(HUB_SPLIT, "")
+            program = HUB_ROWS.sub(real[1], program)
         if short:
             program = STEPS.sub(r"\g<1>3", program)
         cell = notebook["cells"][i]
@@ -158,10 +167,11 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="the default is the notebook itself")
     parser.add_argument("--install", default="", metavar="REPOSITORY")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--real", nargs=2, metavar=("MODEL", "ROWS"))
     flags = parser.parse_args()
     run_dir = flags.run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
-    notebook = run(run_dir, flags.notebook.resolve(), flags.install, flags.short)
+    notebook = run(run_dir, flags.notebook.resolve(), flags.install, flags.short, real=flags.real)
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
     (flags.to or flags.notebook).write_text(text + "\n", encoding="utf-8")
 

@@ -9,15 +9,20 @@ import json
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+from tests.commands.conftest import QWEN
 from tests.fixtures.reward_scores import score
 from tests.fixtures.topologies import needs_libtpu
+from tests.test_first_tasks import TEMPLATE
+from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.plan import plan
 
@@ -204,6 +209,25 @@ def test_the_short_notebook_runs_to_its_last_cell(notebook, tmp_path):
     command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), "--notebook", str(notebook)]
     command += ["--to", str(tmp_path / "copy.ipynb"), "--short"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1100)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("notebook", [NOTEBOOK, KAGGLE], ids=["colab", "kaggle"])
+def test_the_cells_of_the_real_run_follow_each_other(notebook, tmp_path):
+    tokenizer = tokenizers.characters(string.printable, chat_template=TEMPLATE)
+    model = models.from_config(QWEN | {"max_position_embeddings": 8192})
+    models.save(str(tmp_path / "model"), model, model.init(jax.random.key(0)), tokenizer)
+    row = {"question": "What is 1+2?", "answer": "1+2=3\n#### 3"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row | {'question': f'{i}+2?'})}\n" for i in range(400)))
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), "--notebook", str(notebook)]
+    command += ["--to", str(tmp_path / "copy.ipynb"), "--short"]
+    command += ["--real", str(tmp_path / "model"), str(rows)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1100)
+    run = tmp_path / "run"
+    assert json.loads((run / "gsm8k" / "summary.json").read_text())["steps"] == 3
+    assert (run / "gsm8k_model" / "model.safetensors").exists()
 
 
 REAL = ["TPU v5 lite*1", "TPU v6 lite*1", "TPU v5 lite*8", "Tesla T4*1", "cpu*1"]
