@@ -2,6 +2,8 @@
 programs are kept between sessions."""
 
 import atexit
+import fnmatch
+import functools
 import gc
 import os
 import shutil
@@ -48,6 +50,28 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+NIGHTLY = Path(__file__).with_name("nightly.txt")
+
+
+@functools.cache
+def nightly_patterns() -> list[str]:
+    """Read the patterns of node ids behind tests/ that are nightly."""
+    lines = NIGHTLY.read_text(encoding="utf-8").splitlines()
+    return [line.replace("[", "[[]") for line in lines if line and not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what nightly.txt names, before pytest deselects by marks."""
+    files = {pattern.split("::")[0] for pattern in nightly_patterns()}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name.split("::")[0] in files and any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in nightly_patterns()
+        ):
+            item.add_marker(pytest.mark.nightly)
 
 
 def pytest_collection_finish() -> None:

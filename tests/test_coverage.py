@@ -211,7 +211,13 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.nightly if i % 6 else [])
+        for i, command in enumerate(RUNS)
+    ],
+)
 def test_the_command_passes_the_checks_of_a_run(command, place, monkeypatch):
     """Rows, rewards, models and environments are loaded, before a device would be claimed."""
     monkeypatch.chdir(place)

@@ -286,6 +286,7 @@ def site_hooks() -> ModuleType:
     return load("site_hooks")
 
 
+@pytest.mark.slow
 def test_the_pages_of_methods_are_those_of_the_code():
     folder = ROOT / "docs" / "methods"
     written = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
@@ -381,3 +382,12 @@ def test_the_site_needs_the_same_packages_everywhere():
     for name in ("CONTRIBUTING.md", ".ci/run"):
         text = (ROOT / name).read_text()
         assert all(f'"{package}"' in text for package in packages), name
+
+
+def test_nightly_names_tests_that_exist():
+    lines = (ROOT / "tests" / "nightly.txt").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        if line and not line.startswith("#"):
+            path, _, name = line.partition("::")
+            text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+            assert f"def {name.split('[')[0]}(" in text, line

@@ -114,6 +114,7 @@ def test_the_objective_is_the_kl_to_the_token_teacher_and_the_log_partition(a):
     assert (abs(kl_part - exact) > 1e-3) == (a != 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_token_teacher_is_not_the_sequence_optimum(seed):
     """Its distance from it: zero for a = 1, and growing with a beyond (from 5 to 10 it may fall
@@ -328,6 +329,7 @@ def test_the_loss_is_its_formula(config, vocabulary):
         assert min(shares[2], shares[5]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_the_top_of_a_served_teacher_gives_the_local_teachers_loss(beta):
     data = tiny.completions()

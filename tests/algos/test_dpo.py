@@ -123,6 +123,7 @@ def test_the_optimum_is_the_reference_tilted_by_the_reward(config, flipped):
     )
 
 
+@pytest.mark.slow
 def test_flipped_labels_do_move_plain_dpo():
     """The control of the test above: it can fail."""
     config = DpoConfig(beta=0.5)

@@ -60,6 +60,7 @@ class Step:
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_chord_weighs_the_solution_by_phi_and_both_terms_by_mu():
     step = Step(MixedConfig(mu_peak=0.3))
     stop = jax.lax.stop_gradient

@@ -571,6 +571,7 @@ def test_a_process_models_score_is_its_weakest_step(tokenizer, tmp_path):
         assert sum(value for _, _, value in row_parts) == pytest.approx(score, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_classifier_without_reward_json_is_read_at_the_last_token(tokenizer, tmp_path):
     model, params = saved(tmp_path / "model", 1, tokenizer)
     ids = [*tokenizer.encode("3+4*2=4*2=8;3+8=11;#11"), tokenizer.eos_ids[0]]

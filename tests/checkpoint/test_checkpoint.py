@@ -60,6 +60,7 @@ def run_python(source: str, directory, devices: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=several.virtual_devices(devices))
 
 
+@pytest.mark.slow
 def test_a_step_is_checked_and_read_in_parts(tmp_path, monkeypatch):
     state = make_state()
     save_one(tmp_path / "new", state)

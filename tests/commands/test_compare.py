@@ -134,6 +134,7 @@ def test_methods_are_compared_over_seeds(capsys):
         compare.groups_of(("a=",))
 
 
+@pytest.mark.slow
 def test_a_metric_of_runs_is_compared_without_models(whole, capsys):
     assert compare.main([str(whole), f"again={whole}", "--metric", "eval/accuracy"]) == 2
     assert "nothing to compare with" in capsys.readouterr().err
@@ -225,6 +226,7 @@ def test_a_run_is_extrapolated_and_its_change_reported(whole, tmp_path, capsys):
     assert "all weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_models_that_read_images_are_compared(tmp_path, capsys):
     source = Path(roles.model_path("builtin:pictures"))
     folders = []

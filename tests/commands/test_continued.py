@@ -57,6 +57,7 @@ def parsed(run_dir, *flags: str):
     return configuration.parse(argv)
 
 
+@pytest.mark.slow
 def test_moments_go_over_and_schedules_begin_anew(run_dir):
     state, optimizer = fresh([[0.5, 0.25]])
     state = continued.with_state(parsed(run_dir), state)
@@ -86,6 +87,7 @@ def test_counters_of_schedules_alone_are_new(name):
     assert len(reset) < len(moments)
 
 
+@pytest.mark.slow
 def test_states_of_other_weights_are_refused(run_dir, tmp_path):
     state, _ = fresh([[1.0, 2.0, 3.0]])
     with pytest.raises(InputError, match="that of other weights") as error:

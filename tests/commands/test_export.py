@@ -130,6 +130,7 @@ def test_what_is_no_size_is_refused(text):
 # --- the model card ---
 
 
+@pytest.mark.slow
 def test_the_card_tells_what_the_run_was(run_dir, tmp_path):
     target = tmp_path / "model"
     assert export.main([str(run_dir), "--to", str(target)]) == 0
@@ -245,6 +246,7 @@ def fake_hub(monkeypatch):
     return FakeHub
 
 
+@pytest.mark.slow
 def test_a_model_is_uploaded_as_it_was_written(run_dir, tmp_path, fake_hub, capsys):
     target = tmp_path / "model"
     flags = ["--push-to-hub", "owner/tiny", "--private"]
@@ -272,6 +274,7 @@ def test_a_missing_login_is_noticed_before_anything_is_written(
     assert not fake_hub.calls
 
 
+@pytest.mark.slow
 def test_a_failed_upload_leaves_the_model(run_dir, tmp_path, fake_hub, monkeypatch, capsys):
     monkeypatch.setattr(fake_hub, "upload_error", HTTPError("connection lost"))
     target = tmp_path / "model"

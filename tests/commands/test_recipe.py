@@ -151,6 +151,7 @@ def test_common_flags_are_of_all_stages_and_a_stage_changes_single_ones(tmp_path
     assert "--batch.group-size=2" not in flags["last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [

@@ -146,6 +146,7 @@ def test_top_k_rises_to_the_whole_divergence():
     np.testing.assert_allclose(before, whole, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_coarsened_gradient_is_that_of_finite_differences():
     p, q = random_logits(7)
     tokens = divergences.top(p, 3)

@@ -215,6 +215,7 @@ def test_worst_case_solves_the_linear_programme(seed):
     assert np.abs(actual.reshape(-1) - weights).sum() / 2 <= radius * mass + 1e-12
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_worst_case_is_that_under_its_weights():
     losses, weights = jnp.array([3.0, 1.0, 9.0]), jnp.full(3, 1 / 3)
 

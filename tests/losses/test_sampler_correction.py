@@ -156,6 +156,7 @@ def corrected_rollout(config: SamplerCorrection):
     return rollout, correct(config, rollout, layout, mask, old)
 
 
+@pytest.mark.slow
 def test_a_cap_corrects_for_a_sampler_that_rounds():
     """With the default old log-probs the weights were sampler / sampler: 1 everywhere."""
     rollout, found = corrected_rollout(GrpoConfig(importance_sampling_cap=2.0))

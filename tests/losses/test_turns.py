@@ -292,6 +292,7 @@ def test_compared_turns_are_those_with_others_of_their_kind():
     np.testing.assert_array_equal(by_state, mask.at[3].set(False))
 
 
+@pytest.mark.slow
 def test_padding_rows_count_nothing():
     """Neither inside the batch nor at its end, whatever their numbers are."""
     split, _ = as_rows_of_turns(tiny.rollout())

@@ -119,6 +119,7 @@ def test_a_block_that_a_query_does_not_see_changes_no_bit():
     np.testing.assert_array_equal(some, whole[:, 60:130])
 
 
+@pytest.mark.slow
 def test_a_tree_sum_adds_halves():
     numbers = np.random.default_rng(0).normal(size=(3, 37)).astype(np.float32)
     np.testing.assert_allclose(tree_sum(jnp.asarray(numbers)), numbers.sum(1), rtol=1e-5)

@@ -204,6 +204,7 @@ def test_packed_tokens_see_what_single_rows_see(name):
         np.testing.assert_allclose(packed[15:27], single[2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_features_see_all_of_their_image_in_sliding_layers_alone():
     config, model, _ = model_and_params("large")
     assert model.config.vision.two_way == ("sliding",)
@@ -244,6 +245,7 @@ def test_full_layers_do_not_see_later_features():
     assert moved[5] > 1e-4
 
 
+@pytest.mark.slow
 def test_a_tower_that_clips_nothing_has_finite_params_and_files_that_say_so(tmp_path):
     from safetensors.numpy import load_file, save_file
 

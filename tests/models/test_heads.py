@@ -166,6 +166,7 @@ def test_layers_with_reused_keys_cannot_be_taken():
 # --- files ---
 
 
+@pytest.mark.slow
 @some_families
 def test_model_with_a_head_is_saved_as_a_sequence_classifier(family, tmp_path):
     model, params = headed(family)

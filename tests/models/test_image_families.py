@@ -352,6 +352,7 @@ def test_cached_and_packed_tokens_see_what_single_rows_see(config):
     np.testing.assert_allclose(jnp.concatenate(parts), of_first[1], atol=1e-5 * largest)
 
 
+@pytest.mark.slow
 def test_gemma_reads_texts_alone_unless_it_is_told_to(tmp_path):
     model, params = model_and_params(GEMMA)
     models.save(tmp_path / "model", model, params)

@@ -191,6 +191,7 @@ def test_greedy_samples_of_merged_and_unmerged_models_are_equal():
     assert len({tuple(row) for row in np.asarray(unmerged.tokens).tolist()}) == 3
 
 
+@pytest.mark.slow
 def test_gradients_follow_the_chain_rule():
     """dA = s dW B^T and dB = s A^T dW, where dW is the gradient of the merged model."""
     one, tokens = adapted("llama3"), tokens_of((3, LENGTH))
@@ -245,6 +246,7 @@ def products(jaxpr):
             yield from products(inner)
 
 
+@pytest.mark.slow
 def test_no_product_has_the_size_of_a_frozen_matrix():
     """Neither W + A B nor a gradient of W is ever computed."""
     config = CONFIGS["llama3"] | {"hidden_size": 70, "intermediate_size": 94}
@@ -344,6 +346,7 @@ def test_targets_of_latent_attention_and_shared_experts(tmp_path):
     assert_same(models.load_adapters(tmp_path, model)[1], adapters)
 
 
+@pytest.mark.slow
 def test_experts_that_are_one_tensor_have_no_adapters():
     with pytest.raises(InputError, match="experts of this family(.|\n)*PEFT have no place"):
         models.with_lora(tiny("gpt_oss").model, LoraConfig(2, targets=("gate_proj",)))
@@ -490,6 +493,7 @@ def test_adapter_of_a_reward_model_contains_its_head(tmp_path):
     assert_same(loaded["score"], params["score"])
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_have_the_names_of_their_family(tmp_path):
     one = adapted("mixtral")
     models.save_adapters(tmp_path, one.model, one.params, "base")
@@ -596,6 +600,7 @@ def added_by_peft(directory):
     return added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "rslora"),
     [(("all-linear",), False), (("qkv_proj", "gate_up_proj"), True), (("q_proj", "down"), False)],

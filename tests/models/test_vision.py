@@ -56,6 +56,7 @@ def hidden(model, params, tokens, pixels):
     )
 
 
+@pytest.mark.slow
 def test_cached_tokens_see_the_same_images_as_packed_ones():
     model, params = model_and_params()
     tokens: Any = np.array([IDS])
@@ -80,6 +81,7 @@ def test_an_image_matters_and_ids_choose_among_images():
     assert np.abs(hidden(model, params, [swapped], images()) - both).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_ids_without_their_image_are_never_silent():
     model, params = model_and_params()
     assert np.isnan(np.asarray(hidden(model, params, [IDS], images(1)))).any()
@@ -96,6 +98,7 @@ def test_gradients_reach_the_tower_and_the_projector():
         assert np.abs(gradients["vision"][name]).max() > 0
 
 
+@pytest.mark.slow
 def test_a_directory_is_written_as_it_was_read(tmp_path):
     model, params = model_and_params()
     models.save(tmp_path / "model", model, params)

@@ -178,6 +178,7 @@ def test_planned_state_has_the_shapes_and_dtypes_of_the_run(flags, tmp_path):
 Q_ROUND = ("--phases.0.algorithm.q-model", "Qwen2.5-0.5B", "--algorithm.q-model", "Qwen2.5-0.5B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "role"),
     [
@@ -507,6 +508,7 @@ def test_model_flops_are_six_times_the_weights_plus_causal_attention():
     assert flops == pytest.approx(6 * weights * tokens + attention)
 
 
+@pytest.mark.slow
 def test_flops_of_linear_attention_do_not_grow_with_the_position():
     config = models.from_config(known_models.SHAPES["Qwen3.5-9B"]).config
     first, second = (

@@ -403,6 +403,7 @@ def test_all_kept_completions_of_a_short_run_have_a_page_with_their_story(tmp_pa
     assert "look_up" in completion
 
 
+@pytest.mark.slow
 def test_pages_of_long_completions_are_few_and_bounded(tmp_path):
     folder = make_run(tmp_path / "run", steps=100)
     rows = [
@@ -570,6 +571,7 @@ def test_charts_show_numbers_where_the_pointer_is(tmp_path):
     assert hovers[2] == f"step 3 · mean {mean:.4g} · longest {longest:.4g}"
 
 
+@pytest.mark.slow
 def test_long_runs_have_small_pages(tmp_path):
     text = page(make_run(tmp_path / "run", steps=3000))
     assert len(text) < completion_pages.PAGE_BYTES

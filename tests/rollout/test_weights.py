@@ -263,6 +263,7 @@ def test_resume_is_exact_after_a_stop_during_sampling(tmp_path):
     assert digest("stopped") == digest("whole")
 
 
+@pytest.mark.slow
 def test_only_weights_that_sampling_reads_move(tmp_path):
     def moving_roles(*flags: str) -> tuple[list[str], list[str]]:
         """Return the roles that move for rollouts and for evaluations."""

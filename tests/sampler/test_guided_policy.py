@@ -687,6 +687,7 @@ def test_an_infinite_coefficient_is_the_reference_token_by_token(kind):
     assert (completions(policy, with_kl_coef(params, 0.1)) != without).mean() > 0.1
 
 
+@pytest.mark.slow
 def test_one_program_serves_every_coefficient():
     policy, _, params = guided("q_sharp", "own", None, 11)
     completions(policy, with_kl_coef(params, 0.5))

@@ -149,6 +149,7 @@ def test_muon_orthogonalizes_the_matrix_of_each_expert_and_of_a_single_layer():
     np.testing.assert_allclose(updates["tail"]["layer_0"]["down"], expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_muon_leaves_embeddings_and_stacked_norms_to_adamw():
     def others(tree: Any) -> Any:
         return {

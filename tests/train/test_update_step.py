@@ -340,6 +340,7 @@ def test_moments_of_bfloat16_params_are_float32_and_every_dtype_stays():
     assert update._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_the_state_is_donated_and_a_copy_of_the_policy_is_not():
     params = tiny.init_params(MODEL)
     params["reference"] = copied(params["policy"])
