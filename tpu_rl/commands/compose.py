@@ -355,6 +355,20 @@ def log_probs_of(context: RunContext, role: str, temperature: float = 1.0) -> Te
     )
 
 
+PARTS_OF_EVALUATION = 2
+"""Evaluations of at most so many batches of completions run the programs of the rollouts, one batch
+after the other. Larger ones have programs of their own, which decode more at once."""
+
+
+def evaluation_shapes(context: RunContext, stage: Stage, problems: int) -> tuple[int, int] | None:
+    """Return `SamplerConfig.shapes_of` for answers to a number of held-out problems."""
+    batch = context.config.batch
+    rows = batch.prompts * batch.group_size
+    if stage.algorithm.experience.source != "rollouts" or problems > PARTS_OF_EVALUATION * rows:
+        return None
+    return batch.prompts, batch.group_size
+
+
 def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:
     """Return the decoding of a stage's answers to held-out problems, once each, as shapes of
     programs see it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -99,6 +100,27 @@ def sample(
         InputError: prompts, limits, biases or resumed completions that do not fit the config or the
             policy, or a policy that cannot verify drafts.
     """
+    group_size = config.samples_per_prompt
+    if config.shapes_of is not None:
+        most = max(math.prod(config.shapes_of) // group_size, 1)
+        if len(prompts) > most:
+            assert stop_when is None, "parts of a call end together"
+            sample_part = functools.partial(
+                sample,
+                policy,
+                params,
+                key=key,
+                config=config,
+                policy_step=policy_step,
+                mesh=mesh,
+                stop_at=stop_at,
+                on_segment=on_segment,
+                drafter=drafter,
+                on_verified=on_verified,
+            )
+            row_ids = np.arange(len(prompts) * group_size) if row_ids is None else row_ids
+            of_rows = {"limits": limits, "row_ids": row_ids, "resumed": resumed}
+            return _in_parts(sample_part, prompts, most, group_size, on_finished, of_rows)
     request = make_request(policy, params, prompts, key, config, limits, row_ids, resumed)
     draft = drafts.make_draft(policy, params, config, drafter, request.max_length)
     tracker = RowTracker(
@@ -110,6 +132,36 @@ def sample(
     if prompt_routing is None:
         return rollout
     return replace(rollout, routing=_rows_of_routing(request, tracker, outputs, prompt_routing))
+
+
+def _in_parts(
+    sample_part: Callable[..., Rollout],
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    group_size: int,
+    on_finished: OnFinished | None,
+    of_rows: dict[str, Any],
+) -> Rollout:
+    """Return the rollout of prompts that are sampled in parts, at most `most` prompts in each.
+
+    `of_rows` are arguments of `sample` with an item for each row, or None.
+    """
+    parts = []
+    for indices in np.array_split(np.arange(len(prompts)), -(-len(prompts) // most)):
+        first = int(indices[0]) * group_size
+        rows = slice(first, first + len(indices) * group_size)
+
+        def report(finished: dict[int, list[int]], first: int = first) -> None:
+            assert on_finished is not None
+            on_finished({first + row: tokens for row, tokens in finished.items()})
+
+        part = sample_part(
+            prompts=[prompts[index] for index in indices],
+            on_finished=None if on_finished is None else report,
+            **{name: None if values is None else values[rows] for name, values in of_rows.items()},
+        )
+        parts.append(replace(part, group_id=part.group_id + np.int32(indices[0])))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def _make_rollout(
@@ -318,7 +370,6 @@ def _decode(
         size, dtype = routing
         prompt_routing = np.zeros((*request.prompts.tokens.shape, size), dtype)
     place = functools.partial(_place, mesh)
-    num_rows = len(request.limits)
     num_slots = queues.slots_per_device * queues.devices
     mode = modes.choose(num_slots)
     outputs = _first_outputs(request, queues, config, mesh, routing)
@@ -345,7 +396,7 @@ def _decode(
                 keys = place(request.keys[np.zeros(num_slots, int)])
                 shardings = slot_ops.cache_shardings(mesh, pool.cache)
                 slots = slot_ops.empty_slots(
-                    mode.policy, config, params, keys, cache_length, shardings
+                    mode.policy, config.of_programs(), params, keys, cache_length, shardings
                 )
             slots, status = _fetch(slot_ops.refill(mesh, pool, queue, slots, place(no_rows)))
         # 2. Once no row waits, the pool is dropped, and few enough live rows decode by drafts.
@@ -376,7 +427,7 @@ def _decode(
         # 4. Decode a segment on the device. Rows of the pool replace those that end in it.
         slots, outputs, status = decode_loop.decode_segment(
             modes.plain.policy,
-            config,
+            config.of_programs(drafts=mode.draft is not None),
             mesh,
             params,
             pool,
@@ -385,17 +436,19 @@ def _decode(
             place(status.num_taken),
             outputs,
             mode.draft,
+            np.bool_(config.greedy),
         )
         slots, status = _fetch((slots, status))
         # 5. Hand the new tokens to a tracker that reads along: it rewards complete groups while
         # others decode, and may end rows, whose slots are then free.
         tracker.report(status)
         if tracker.needs_tokens:
-            counts = np.pad(tracker.counts, (0, len(outputs.tokens) - num_rows))
+            counts = np.zeros(len(outputs.tokens), np.int32)
+            counts[queues.places] = tracker.counts
             new_tokens = slot_ops.tokens_after(
-                mesh, outputs.tokens, place(counts.astype(np.int32)), mode.max_segment_tokens
+                mesh, outputs.tokens, place(counts), mode.max_segment_tokens
             )
-            tracker.update(sharding.to_host(new_tokens)[:num_rows])
+            tracker.update(sharding.to_host(new_tokens)[queues.places])
             if tracker.should_stop():
                 break
             slots, status = _free_ended(slots, status, tracker.ended, queues, place)
@@ -403,7 +456,7 @@ def _decode(
                 refilled = slot_ops.refill(mesh, pool, queue, slots, place(status.num_taken))
                 slots, status = _fetch(refilled)
     # Without a reader, all tokens are handed over at once.
-    outputs = jax.tree.map(lambda part: part[:num_rows], sharding.to_host(outputs))
+    outputs = jax.tree.map(lambda part: part[queues.places], sharding.to_host(outputs))
     if not tracker.needs_tokens:
         new_tokens = np.full_like(outputs.tokens, NO_TOKEN)
         for row, count in enumerate(tracker.counts):
@@ -424,9 +477,13 @@ def _first_outputs(
     outputs = slot_ops.empty_outputs(mesh, rows, config.max_new_tokens, routing)
     if request.outputs is None:
         return outputs
-    padding = ((0, rows - len(request.limits)), (0, 0))
-    parts = (part for part in request.outputs if part is not None)
-    return Outputs(*(_place(mesh, np.pad(part, padding)) for part in parts))
+
+    def placed(part: Any) -> Array:
+        padded = np.zeros((rows, *part.shape[1:]), part.dtype)
+        padded[queues.places] = part
+        return _place(mesh, padded)
+
+    return Outputs(*(placed(part) for part in request.outputs if part is not None))
 
 
 def _fetch(result: tuple[Slots, SegmentStatus]) -> tuple[Slots, SegmentStatus]:

@@ -220,7 +220,13 @@ def _calls_to_evaluate(planned: StagePlan) -> list[SamplerCall]:
     if not answers(context, stage):
         return []
     decoding = compose.evaluation_decoding(context, stage)
-    return [_call(planned, " of evaluations", decoding, context.config.evaluation.rows, 0)]
+    problems = context.config.evaluation.rows
+    shapes = compose.evaluation_shapes(context, stage, problems)
+    if shapes is not None:
+        problems, group_size = shapes
+        sampler_config = replace(decoding.config, samples_per_prompt=group_size)
+        decoding = replace(decoding, config=sampler_config)
+    return [_call(planned, " of evaluations", decoding, problems, 0)]
 
 
 def _call(
