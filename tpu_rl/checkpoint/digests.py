@@ -17,6 +17,9 @@ import numpy as np
 
 _SEEDS = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 """One 32-bit sum for each."""
+SMALL = 2**18
+"""Arrays of at most so many elements are summed by one program, in which all hashes are in memory.
+Larger ones have a program for each shape and sum."""
 
 
 def of_tree(tree: Any) -> str:
@@ -48,9 +51,11 @@ def shape_and_dtype(leaf: Any) -> dict[str, Any]:
 
 def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
     """Return path -> dtype, shape and digest (16 hex digits) of each array."""
-    sums = {
+    small = {path: array for path, array in arrays.items() if array.size <= SMALL}
+    sums = _sums(small) | {
         path: [_position_mixed_sum(array, seed) for seed in _SEEDS]
         for path, array in arrays.items()
+        if path not in small
     }
     return {
         path: {**shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
@@ -62,6 +67,15 @@ def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
 def all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return path -> [] bool: True if no element is NaN or infinite."""
     return {path: jnp.all(jnp.isfinite(array)) for path, array in arrays.items()}
+
+
+@jax.jit
+def _sums(arrays: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    """Return path -> the sums of small arrays."""
+    return {
+        path: [_position_mixed_sum(array, seed) for seed in _SEEDS]
+        for path, array in arrays.items()
+    }
 
 
 @jax.jit

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -543,10 +542,10 @@ def take_step(
     num_tokens = int(np.asarray(experience.data.action_mask).sum())
     row["time/step"] = ended - began
     row["time/update"] = ended - update_began
-    num_read = int(jnp.sum(packed.layout.source >= 0))
+    empty_rows, num_read = map(float, packing.occupancy(packed.layout.source))
     row["perf/read_tokens_per_second"] = num_read / (ended - update_began)
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
-    row["perf/empty_rows"] = float(packing.empty_rows(packed.layout.source))
+    row["perf/empty_rows"] = empty_rows
     row["perf/peak_memory"] = peak_memory_bytes()
     settings = job.config.samples
     if experience.records and settings.max_per_step and samples.is_kept(step, settings.interval):

@@ -198,7 +198,7 @@ def _make_rollout(
         "rewards": zeros,
         "group_id": np.repeat(np.arange(len(prompts), dtype=np.int32), request.group_size),
         "policy_step": np.where(was_resumed, request.policy_step, policy_step).astype(np.int32),
-        "birth_key": np.asarray(jax.random.key_data(request.keys)),
+        "birth_key": request.key_data,
         "truncated": ~tracker.stopped,
         "scored": np.ones(len(action_mask), bool),
     }
@@ -393,7 +393,7 @@ def _decode(
             if slots is None:
                 cache_length = _cache_length(0, True, mode, request, config)
                 shape = _SlotsShape(num_slots, cache_length)
-                keys = place(request.keys[np.zeros(num_slots, int)])
+                keys = place(request.keys(np.zeros(num_slots, int)))
                 shardings = slot_ops.cache_shardings(mesh, pool.cache)
                 slots = slot_ops.empty_slots(
                     mode.policy, config.of_programs(), params, keys, cache_length, shardings

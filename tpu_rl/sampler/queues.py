@@ -175,7 +175,7 @@ class DeviceQueues:
             context=context.reshape(-1),
             num_sampled=request.num_sampled[flat_rows],
             limit=request.limits[flat_rows],
-            key=request.keys[flat_rows],
+            key=request.keys(flat_rows),
             size=self._sizes.copy(),
             has_more=self.num_waiting(self._sizes) > 0,
         )

@@ -41,7 +41,7 @@ def row_keys(key: Array, row_ids: Any) -> Array:
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(row_ids, jnp.uint32))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.asarray(row_ids, np.uint32))
 
 
 GREEDY = -1.0
