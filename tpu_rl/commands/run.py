@@ -39,8 +39,8 @@ from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable, typed_command
-from tpu_rl.experience.layout import AttentionIndex, pack_experience
-from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.experience.layout import AttentionIndex, Widths, pack_experience
+from tpu_rl.experience.source import Source, StepExperience, with_widths
 from tpu_rl.models import Select
 from tpu_rl.rollout import samples, weights
 from tpu_rl.runtime import (
@@ -235,6 +235,8 @@ class StageParts(NamedTuple):
     """See `layout.pack_experience`."""
     images: ImageReader | None
     """See there."""
+    widths: Widths
+    """See there."""
     make_batch: Callable[..., tuple[Any, Any]]
     update: update_step.UpdateStep
     source: Source
@@ -257,7 +259,8 @@ def compose_stage(
     from tpu_rl.diagnosis import debug_nans
 
     algorithm = compose.build_algorithm(context, stage)
-    source = compose.make_source(context, stage, params)
+    widths = Widths()
+    source = with_widths(compose.make_source(context, stage, params), widths)
     params = compose.reset_roles(context, stage, params)
     evaluations = evaluators.evaluator(context, stage, algorithm, params)
     state, update = compose.learner(context, stage, algorithm, params)
@@ -285,6 +288,7 @@ def compose_stage(
         mesh=context.mesh,
         attention_index=context.attention_index,
         images=context.language.tokenizer.images,
+        widths=widths,
         make_batch=make_batch,
         update=update,
         source=source,
@@ -520,7 +524,12 @@ def take_step(
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
     packed = pack_experience(
-        batch_config, experience.data, parts.mesh, parts.attention_index, parts.images
+        batch_config,
+        experience.data,
+        parts.mesh,
+        parts.attention_index,
+        parts.images,
+        parts.widths,
     )
 
     update_began = time.perf_counter()
