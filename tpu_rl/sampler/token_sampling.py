@@ -78,8 +78,8 @@ def sample_tokens(
         logits: [B, V] float32.
         uniform: [B] float32 in [0, 1), or `GREEDY` for rows that take the most likely token, the
             first of several.
-        config: temperature, truncation, repetition penalty and bias. A temperature of 0 counts as
-            1: what is greedy, `uniform` says.
+        config: temperature, truncation, repetition penalty and bias. With a temperature of 0, all
+            rows are greedy.
         seen: [B, V] bool, True for the tokens that the repetition penalty applies to. Required if
             there is a penalty.
         exact: see `types.Role`.
@@ -91,7 +91,7 @@ def sample_tokens(
         penalty and bias, truncated and renormalized; of greedy rows it is 0.
     """
     scale = config.temperature or 1.0
-    is_greedy = uniform < 0
+    is_greedy = (uniform < 0) | config.greedy
 
     def drawn(mass: Array, below_max: Array) -> Array:
         # The largest alone have mass, and the number 0 finds the first.
@@ -106,7 +106,7 @@ def sample_tokens(
     changed_at = below_max_at
     if changed_logits is not logits:
         changed, changed_at = _below_max(changed_logits, scale)
-    uniform = jnp.maximum(uniform, 0.0)
+    uniform = jnp.where(is_greedy, 0.0, uniform)
     changed_mass = mass if changed is below_max else jnp.exp(changed)
     truncated_mass = truncate(changed_mass, config)
     if truncated_mass is mass:
