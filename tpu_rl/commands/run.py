@@ -466,6 +466,13 @@ def train_stage(
             if not job.recovery.in_a_row:  # Not if steps were skipped: see `NanRecovery`.
                 job.writer.catch_up(step - 1, parts.for_training(state), source_state)
             job.writer.leave(request.code)
+        except InputError:
+            # As of a row that is drawn and cannot be used: what was learned before it is kept.
+            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+            if is_whole and processes.count() == 1 and not job.recovery.in_a_row:
+                job.writer.catch_up(step - 1, parts.for_training(state), source_state)
+                job.checkpoints.wait()
+            raise
         job.signals.has_stepped.set()
         if step == job.first_step:
             print(f"time to first step: {seconds_since_start():.1f} s")
