@@ -471,7 +471,6 @@ def train_stage(
             is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
             if is_whole and processes.count() == 1 and not job.recovery.in_a_row:
                 job.writer.catch_up(step - 1, parts.for_training(state), source_state)
-                job.checkpoints.wait()
             raise
         job.signals.has_stepped.set()
         if step == job.first_step:
