@@ -101,67 +101,37 @@ def sample(
             policy, or a policy that cannot verify drafts.
     """
     group_size = config.samples_per_prompt
-    if config.shapes_of is not None:
+    most = max(len(prompts), 1)
+    if config.shapes_of is not None and len(prompts) > 1:
         most = max(math.prod(config.shapes_of) // group_size, 1)
-        if len(prompts) > most:
-            assert stop_when is None, "parts of a call end together"
-            sample_part = functools.partial(
-                sample,
-                policy,
-                params,
-                key=key,
-                config=config,
-                policy_step=policy_step,
-                mesh=mesh,
-                stop_at=stop_at,
-                on_segment=on_segment,
-                drafter=drafter,
-                on_verified=on_verified,
-            )
-            row_ids = np.arange(len(prompts) * group_size) if row_ids is None else row_ids
-            of_rows = {"limits": limits, "row_ids": row_ids, "resumed": resumed}
-            return _in_parts(sample_part, prompts, most, group_size, on_finished, of_rows)
-    request = make_request(policy, params, prompts, key, config, limits, row_ids, resumed)
-    draft = drafts.make_draft(policy, params, config, drafter, request.max_length)
-    tracker = RowTracker(
-        request, config.stop_ids, on_finished, stop_at, on_segment, on_verified, stop_when
-    )
-    modes = _DecodeModes(policy, draft, config)
-    outputs, prompt_routing = _decode(modes, params, request, config, mesh, tracker)
-    rollout = _make_rollout(request, config, tracker, outputs, policy_step)
-    if prompt_routing is None:
-        return rollout
-    return replace(rollout, routing=_rows_of_routing(request, tracker, outputs, prompt_routing))
-
-
-def _in_parts(
-    sample_part: Callable[..., Rollout],
-    prompts: Sequence[Sequence[int]],
-    most: int,
-    group_size: int,
-    on_finished: OnFinished | None,
-    of_rows: dict[str, Any],
-) -> Rollout:
-    """Return the rollout of prompts that are sampled in parts, at most `most` prompts in each.
-
-    `of_rows` are arguments of `sample` with an item for each row, or None.
-    """
+        row_ids = np.arange(len(prompts) * group_size) if row_ids is None else row_ids
     parts = []
-    for indices in np.array_split(np.arange(len(prompts)), -(-len(prompts) // most)):
-        first = int(indices[0]) * group_size
-        rows = slice(first, first + len(indices) * group_size)
-
-        def report(finished: dict[int, list[int]], first: int = first) -> None:
-            assert on_finished is not None
-            on_finished({first + row: tokens for row, tokens in finished.items()})
-
-        part = sample_part(
-            prompts=[prompts[index] for index in indices],
-            on_finished=None if on_finished is None else report,
-            **{name: None if values is None else values[rows] for name, values in of_rows.items()},
+    for first in range(0, max(len(prompts), 1), most):
+        is_last = first + most >= len(prompts)
+        rows = slice(first * group_size, None if is_last else (first + most) * group_size)
+        of_rows = [None if items is None else items[rows] for items in (limits, row_ids, resumed)]
+        part = prompts[first : first + most]
+        request = make_request(policy, params, part, key, config, *of_rows)
+        draft = drafts.make_draft(policy, params, config, drafter, request.max_length)
+        report = on_finished
+        if on_finished is not None and first:
+            report = functools.partial(_report_later_rows, on_finished, rows.start)
+        tracker = RowTracker(
+            request, config.stop_ids, report, stop_at, on_segment, on_verified, stop_when
         )
-        parts.append(replace(part, group_id=part.group_id + np.int32(indices[0])))
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        modes = _DecodeModes(policy, draft, config)
+        outputs, prompt_routing = _decode(modes, params, request, config, mesh, tracker)
+        rollout = _make_rollout(request, config, tracker, outputs, policy_step)
+        if prompt_routing is not None:
+            routing = _rows_of_routing(request, tracker, outputs, prompt_routing)
+            rollout = replace(rollout, routing=routing)
+        parts.append(replace(rollout, group_id=rollout.group_id + np.int32(first)))
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _report_later_rows(on_finished: OnFinished, first: int, finished: dict[int, list[int]]) -> None:
+    """Report rows of a part whose first row is row `first` of the call."""
+    on_finished({first + row: tokens for row, tokens in finished.items()})
 
 
 def _make_rollout(
