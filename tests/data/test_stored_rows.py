@@ -100,7 +100,8 @@ def test_digests_of_large_files_are_about_their_bytes(tmp_path, large):
     other, of_others = data.digests(changed[1:])
     assert other != fingerprint
     assert (of_rows != of_others).tolist() == [False, True, False, False]
-    assert data.digests(data.ReadInFull([rows]))[0] == data.digests(ROWS)[0]
+    in_full = data.StoredRows(data.ReadInFull([rows]))
+    assert data.digests(in_full)[0] == data.digests(ROWS)[0]
 
 
 def test_the_next_row_takes_the_place_of_a_prompt_that_is_too_long(tmp_path, large, capsys):

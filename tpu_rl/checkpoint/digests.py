@@ -51,12 +51,9 @@ def shape_and_dtype(leaf: Any) -> dict[str, Any]:
 
 def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
     """Return path -> dtype, shape and digest (16 hex digits) of each array."""
-    small = {path: array for path, array in arrays.items() if array.size <= SMALL}
-    sums = _sums(small) | {
-        path: [_position_mixed_sum(array, seed) for seed in _SEEDS]
-        for path, array in arrays.items()
-        if path not in small
-    }
+    large = {path: array for path, array in arrays.items() if array.size > SMALL}
+    small = {path: array for path, array in arrays.items() if path not in large}
+    sums = _sums(small) | _sums_of(large)
     return {
         path: {**shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
         for path, halves in jax.device_get(sums).items()
@@ -69,13 +66,15 @@ def all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {path: jnp.all(jnp.isfinite(array)) for path, array in arrays.items()}
 
 
-@jax.jit
-def _sums(arrays: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
-    """Return path -> the sums of small arrays."""
+def _sums_of(arrays: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    """Return path -> the sums."""
     return {
         path: [_position_mixed_sum(array, seed) for seed in _SEEDS]
         for path, array in arrays.items()
     }
+
+
+_sums = jax.jit(_sums_of)
 
 
 @jax.jit

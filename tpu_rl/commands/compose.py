@@ -355,18 +355,15 @@ def log_probs_of(context: RunContext, role: str, temperature: float = 1.0) -> Te
     )
 
 
-PARTS_OF_EVALUATION = 2
-"""Evaluations of at most so many batches of completions run the programs of the rollouts, one batch
-after the other. Larger ones have programs of their own, which decode more at once."""
-
-
 def evaluation_shapes(context: RunContext, stage: Stage, problems: int) -> tuple[int, int] | None:
-    """Return `SamplerConfig.shapes_of` for answers to a number of held-out problems."""
-    batch = context.config.batch
-    rows = batch.prompts * batch.group_size
-    if stage.algorithm.experience.source != "rollouts" or problems > PARTS_OF_EVALUATION * rows:
-        return None
-    return batch.prompts, batch.group_size
+    """Return `SamplerConfig.shapes_of` for answers to a number of held-out problems.
+
+    As many as one or two batches have completions run the programs of the rollouts, one batch after
+    the other. More have programs of their own, which decode more at once.
+    """
+    shapes = context.config.batch.prompts, context.config.batch.group_size
+    samples = stage.algorithm.experience.source == "rollouts"
+    return shapes if samples and problems <= 2 * math.prod(shapes) else None
 
 
 def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:

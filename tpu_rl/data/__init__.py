@@ -7,7 +7,6 @@ files        reads and checks files
 formats      the formats of files
 shapes       the published shapes of rows
 messages     messages, tools and calls in one form
-gsm8k_rows   GSM8K as it is published
 stored_rows  rows that stay in files, and are read when they are needed
 python_rows  rows that a Python program passes
 row_stream   shuffles rows and repeats them
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
     from tpu_rl.data.files import first_shape as first_shape
     from tpu_rl.data.files import names_of as names_of
     from tpu_rl.data.files import read as read
-    from tpu_rl.data.gsm8k_rows import gsm8k as gsm8k
-    from tpu_rl.data.gsm8k_rows import gsm8k_demonstration as gsm8k_demonstration
-    from tpu_rl.data.gsm8k_rows import gsm8k_solutions as gsm8k_solutions
-    from tpu_rl.data.gsm8k_rows import pair_graded as pair_graded
     from tpu_rl.data.row_stream import OF_BYTES as OF_BYTES
     from tpu_rl.data.row_stream import Rows as Rows
     from tpu_rl.data.row_stream import RowStream as RowStream

@@ -326,42 +326,18 @@ class ReadInFull(Joined):
         return None
 
 
-MAX_PASSED_OVER = 1000
-"""Rows in succession that do not fit; more are an error."""
-
-
-class FirstFitting:
+class FirstFitting(Joined):
     """Rows in which the next one that fits takes the place of each that does not."""
 
     def __init__(self, rows: Sequence[Row], fits: Callable[[Row, int], bool]):
-        """Ask `fits(row, index)` of rows when they are drawn."""
-        self._rows = rows
+        """Ask `fits(row, index)` of rows when they are drawn. Some row has to fit."""
+        super().__init__([rows])
         self._fits = fits
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, index: int) -> Row:
-        for passed_over in range(MAX_PASSED_OVER):
-            place = (index + passed_over) % len(self._rows)
-            row = self._rows[place]
-            if self._fits(row, place):
-                return row
-        raise InputError(
-            f"{MAX_PASSED_OVER} rows in succession do not fit",
-            where=f"{self.where(index)} and the rows behind it",
-            why="their prompts have no tokens, or more than --sampling.max-prompt-tokens",
-            fix="raise --sampling.max-prompt-tokens, or drop the rows",
-        )
-
-    def where(self, index: int) -> str:
-        return where_of(self._rows, index)
-
-    def part_numbers(self) -> np.ndarray:
-        return part_numbers(self._rows)
-
-    def checksums(self) -> np.ndarray | None:
-        return checksums(self._rows)
+        while not self._fits(row := super().__getitem__(index), index):
+            index = (index + 1) % len(self)
+        return row
 
 
 class WithNumber:

@@ -12,18 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data.encoding import bucket
-from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.config import BatchConfig
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import (
-    Completions,
-    Demonstrations,
     Experience,
     Layout,
     Pairs,
-    QExamples,
     Rollout,
     ScoredCompletions,
 )
@@ -78,10 +74,10 @@ class Widths:
 
     def _pad(self, name: str, array: Any, fill: int) -> Any:
         """Return the array with `fill` behind what it has of each of the largest sizes."""
-        if array is None or self._shapes.get(name) == []:
+        before = self._shapes.get(name)
+        if array is None or before == []:
             return None
-        before = self._shapes.get(name, array.shape)
-        sizes = list(map(max, array.shape, before))
+        sizes = list(map(max, array.shape, before or array.shape))
         self._shapes[name] = sizes
         missing = [(0, most - size) for most, size in zip(sizes, array.shape, strict=True)]
         return np.pad(array, missing, constant_values=fill)
@@ -256,41 +252,3 @@ def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     Completions [N, ...] and packed rows [M, K, R, S] are spread by rows.
     """
     return sharding.batch_sharding(mesh, shape, 2 if len(shape) >= 4 else 0)
-
-
-def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: ExperienceSpec) -> Any:
-    """Return host arrays of a batch in which every text has full length.
-
-    Completions that are compared are cut to what a packed row holds.
-    """
-    kind = spec.kind
-    prompt_tokens = sampling.max_prompt_tokens
-    new_tokens = sampling.max_new_tokens
-    members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size + spec.rows_added)
-    if kind in (Pairs, ScoredCompletions):
-        prompts = 1 if batch.share_prefixes else members
-        new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // members)
-    shape = (batch.prompts * members, prompt_tokens + sampling.max_new_tokens)
-    tokens = np.zeros(shape, np.int32)
-    floats = np.zeros(shape, np.float32)
-    mask = np.zeros(shape, bool)
-    mask[:, prompt_tokens : prompt_tokens + new_tokens] = True
-    group = np.repeat(np.arange(batch.prompts, dtype=np.int32), members)
-    flags = np.zeros(len(group), bool)
-    steps = np.zeros_like(group)
-    keys = np.zeros((len(group), 2), np.uint32)
-    value = None if spec.prompt_value is None else floats[:, 0]
-    rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
-    source = np.zeros(len(group), np.int8) if spec.rows_added else None
-    tree = (np.arange(len(group), dtype=np.int32), steps) if spec.texts else (None, None)
-    top = (*shape, spec.served[1]) if spec.served else ()
-    served = (np.zeros(top, np.int32), np.zeros(top, np.float32)) if top else ()
-    fields: dict[type, tuple[Any, ...]] = {
-        Rollout: (*rollout, *tree, None, value, source),
-        Demonstrations: (tokens, mask, group, floats),
-        Completions: (tokens, mask, group, flags, None, *served),
-        Pairs: (tokens, mask, group, flags, floats[:, 0], floats),
-        ScoredCompletions: (tokens, mask, group, floats[:, 0]),
-        QExamples: (tokens, mask, group, floats),
-    }
-    return kind(*fields[kind])

@@ -109,13 +109,13 @@ def sample(
     for first in range(0, max(len(prompts), 1), most):
         is_last = first + most >= len(prompts)
         rows = slice(first * group_size, None if is_last else (first + most) * group_size)
-        of_rows = [None if items is None else items[rows] for items in (limits, row_ids, resumed)]
+        of_rows: Any = (x if x is None else x[rows] for x in (limits, row_ids, resumed))
         part = prompts[first : first + most]
         request = make_request(policy, params, part, key, config, *of_rows)
         draft = drafts.make_draft(policy, params, config, drafter, request.max_length)
-        report = on_finished
-        if on_finished is not None and first:
-            report = functools.partial(_report_later_rows, on_finished, rows.start)
+        report = None
+        if on_finished is not None:
+            report = functools.partial(_report_rows, on_finished, rows.start)
         tracker = RowTracker(
             request, config.stop_ids, report, stop_at, on_segment, on_verified, stop_when
         )
@@ -129,7 +129,7 @@ def sample(
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def _report_later_rows(on_finished: OnFinished, first: int, finished: dict[int, list[int]]) -> None:
+def _report_rows(on_finished: OnFinished, first: int, finished: dict[int, list[int]]) -> None:
     """Report rows of a part whose first row is row `first` of the call."""
     on_finished({first + row: tokens for row, tokens in finished.items()})
 
@@ -397,7 +397,7 @@ def _decode(
         # 4. Decode a segment on the device. Rows of the pool replace those that end in it.
         slots, outputs, status = decode_loop.decode_segment(
             modes.plain.policy,
-            config.of_programs(drafts=mode.draft is not None),
+            config.of_programs(),
             mesh,
             params,
             pool,

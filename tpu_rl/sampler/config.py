@@ -183,19 +183,17 @@ class SamplerConfig(ranges.Checked):
         """True if the most likely token is always taken."""
         return self.temperature == 0
 
-    def of_programs(self, drafts: bool = False) -> SamplerConfig:
+    def of_programs(self) -> SamplerConfig:
         """Return the settings that decode programs depend on, equal for calls that share them.
 
         The others are in the shapes of arrays. Greedy programs are those of temperature 1, of which
-        each call says whether it is greedy.
-
-        Args:
-            drafts: keep what drafts depend on.
+        each call says whether it is greedy. Look-up drafts read groups.
         """
-        settings = replace(
+        return replace(
             self,
             max_new_tokens=1,
             temperature=self.temperature or 1.0,
+            samples_per_prompt=self.samples_per_prompt if self.speculation.tokens else 1,
             pad_id=0,
             max_num_seqs=1,
             prompt_length=None,
@@ -203,6 +201,3 @@ class SamplerConfig(ranges.Checked):
             segments=SegmentConfig(self.segments.steps),
             record_routing=False,
         )
-        if drafts:
-            return settings
-        return replace(settings, samples_per_prompt=1, speculation=Speculation())

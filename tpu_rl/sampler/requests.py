@@ -77,7 +77,8 @@ class DecodeRequest(NamedTuple):
 
     def keys(self, rows: np.ndarray) -> Array:
         """Return the [B] keys of rows [B]."""
-        return jax.random.wrap_key_data(self.key_data[rows], impl=self.key_impl)
+        data: Any = self.key_data[rows]
+        return jax.random.wrap_key_data(data, impl=self.key_impl)
 
 
 def make_request(

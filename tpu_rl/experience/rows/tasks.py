@@ -254,8 +254,6 @@ def file_rows(
     Raises:
         InputError: if no file is given, or a row lacks a column or is not valid.
     """
-    from tpu_rl.experience.rows import label_flips
-
     if files.path is None:
         raise InputError(
             "no data given",
@@ -267,7 +265,7 @@ def file_rows(
         return _chosen_rows(files, spec, num_held_out)
     if files.flip.share:
         rows = file_rows(replace(files, flip=FlipConfig()), spec, num_held_out)
-        return label_flips.flip(files.flip, spec, *rows)
+        return wings.MODULES["label_flips"].flip(files.flip, spec, *rows)
     if files.format == "gsm8k_solutions":
         return solution_rows(files, spec, num_held_out)
     rows = read_rows(files, files.path, spec, files.split)
@@ -374,15 +372,17 @@ def solution_rows(
     `num_held_out`, but a quarter of all at most.
     """
 
+    gsm8k_rows = wings.MODULES["gsm8k_rows"]
+
     def read_problems(path: str, split: str | None) -> list[list[Row]]:
         rows = data.read(
             path, ("question",), split=split, config=files.config, column_names=files.columns
         )
-        return [data.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
+        return [gsm8k_rows.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
 
     def rows_of(problems: list[list[Row]]) -> list[Row]:
         if spec.kind is Pairs and not spec.graded:
-            problems = [data.pair_graded(solutions) for solutions in problems]
+            problems = [gsm8k_rows.pair_graded(solutions) for solutions in problems]
         return [
             _with_instruction(row, files.instruction)
             for solutions in problems
@@ -412,9 +412,10 @@ def read_rows(
         data.read, path, split=split, config=files.config, column_names=files.columns
     )
     if files.format == "gsm8k":
-        rows = read(("question", "answer"), data.gsm8k).map(data.gsm8k)
+        gsm8k_rows = wings.MODULES["gsm8k_rows"]
+        rows = read(("question", "answer"), gsm8k_rows.gsm8k).map(gsm8k_rows.gsm8k)
         if "messages" in spec.columns:
-            rows = rows.map(data.gsm8k_demonstration)
+            rows = rows.map(gsm8k_rows.gsm8k_demonstration)
     elif files.format == "gsm8k_solutions":
         rows = read(("question", "ground_truth"), _graded_problem).map(_graded_problem)
     elif files.format == "code":
@@ -442,7 +443,9 @@ def _has_messages(files: FileData, path: str, split: str | None) -> bool:
 
 
 def _graded_problem(row: Row) -> Row:
-    return data.gsm8k({"question": row["question"], "answer": row["ground_truth"]})
+    return wings.MODULES["gsm8k_rows"].gsm8k(
+        {"question": row["question"], "answer": row["ground_truth"]}
+    )
 
 
 def _with_instruction(row: Row, instruction: str) -> Row:
