@@ -15,6 +15,7 @@ from tpu_rl.checkpoint import train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import config, run, saved_run
 from tpu_rl.commands.tools import report, run_checks, verify
+from tpu_rl.errors import InputError
 from tpu_rl.runtime import preemption
 
 STEPS = ["--steps", "4"]
@@ -131,6 +132,27 @@ def test_signal_saves_the_last_complete_step(
     assert "resumed at step" in capsys.readouterr().out
     assert digest(run_dir) == digest(whole)
     assert rows_of(run_dir) == rows_of(whole)
+
+
+@pytest.mark.slow
+def test_a_row_that_cannot_be_used_costs_no_step(whole, tmp_path, capsys, monkeypatch):
+    """The steps before it are saved, and the run goes on once the row is repaired."""
+    run_dir = tmp_path / "run"
+    command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint.interval", "100"]
+    take_step = run.take_step
+
+    def refuse_at_step_3(job, parts, state, step, began):
+        if step == 3:
+            raise InputError("a row cannot be used", where="rows.jsonl:7")
+        return take_step(job, parts, state, step, began)
+
+    monkeypatch.setattr(run, "take_step", refuse_at_step_3)
+    assert run.main(command) == 2
+    assert "rows.jsonl:7" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run.main(command) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert digest(run_dir) == digest(whole)
 
 
 @pytest.mark.nightly

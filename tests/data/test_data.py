@@ -14,6 +14,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience.config import FileData
 from tpu_rl.experience.rows import tasks
+from tpu_rl.tasks import gsm8k_rows
 from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticDemonstrations, ArithmeticSource
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "fixtures" / "data" / "gsm8k" / "sample.jsonl"
@@ -161,13 +162,13 @@ def test_missing_files_and_directories(tmp_path):
 
 
 def test_gsm8k_is_read_and_mapped():
-    rows = [data.gsm8k(row) for row in data.read(SAMPLE, ("question", "answer"))]
+    rows = [gsm8k_rows.gsm8k(row) for row in data.read(SAMPLE, ("question", "answer"))]
     assert len(rows) == 40
     assert rows[0]["prompt"].startswith("Natalia sold clips")
     assert rows[0]["answer"] == "72"
     assert rows[0]["solution"].endswith("<<48+24=72>>72 clips altogether in April and May.")
     with pytest.raises(InputError, match="#### number"):
-        data.gsm8k({"question": "a", "answer": "no mark"})
+        gsm8k_rows.gsm8k({"question": "a", "answer": "no mark"})
 
 
 def test_parquet(tmp_path):

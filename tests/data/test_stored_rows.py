@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tpu_rl import data, tokenizers
-from tpu_rl.data import files
+from tpu_rl.data import files, stored_rows
 from tpu_rl.errors import InputError
+from tpu_rl.experience.rows import tasks
 from tpu_rl.rollout import prompts
 
 ROWS = [{"prompt": f"é{number}", "answer": number} for number in range(5)]
@@ -29,9 +30,89 @@ def keep(monkeypatch):
     files.close_all()
 
 
-@pytest.mark.parametrize(
-    "content", [LINES, "\ufeff" + LINES, "\n\n  " + LINES.replace("\n", "\r\n\n \n"), LINES[:-1]]
+@pytest.fixture
+def large(monkeypatch):
+    """Files of some lines are large, and the first and the last are their sample."""
+    monkeypatch.setattr(files, "MANY_LINES", 3)
+    monkeypatch.setattr(stored_rows, "FIRST_ROWS", 1)
+    monkeypatch.setattr(stored_rows, "SAMPLED_ROWS", 2)
+
+
+CONTENTS = (
+    LINES,
+    "\ufeff" + LINES,
+    "\n\n  " + LINES.replace("\n", "\r\n\n \n"),
+    LINES[:-1],
 )
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_large_files_give_the_same_rows_and_places(tmp_path, content, request):
+    path = write(tmp_path / "a.jsonl", content)
+    scanned = data.read(path)
+    request.getfixturevalue("large")
+    rows = data.read(path)
+    assert (stored_rows.checksums(rows) is None, stored_rows.checksums(scanned)) == (False, None)
+    assert rows == scanned == ROWS
+    assert [rows.where(i) for i in range(5)] == [scanned.where(i) for i in range(5)]
+    assert data.sample(rows) == [ROWS[0], ROWS[4]]
+    assert rows[1:].map(lambda row: row | {"more": 1})[0] == ROWS[1] | {"more": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": 3}', "`prompt` is a text or messages, not 3"),
+        ('{"answer": 3}', "a row lacks the column `prompt`"),
+        ('{"prompt": [{"role": "user", "content": "a"}]}', "in some rows and messages in others"),
+        ('{"prompt": "a"', "not a row in JSON"),
+    ],
+)
+def test_a_row_of_a_large_file_that_cannot_be_used_is_named_when_it_is_drawn(
+    tmp_path, large, line, message
+):
+    lines = LINES.splitlines()
+    lines[2:3] = ["", line]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+    rows = data.read(path)
+    assert rows[3] == ROWS[3]
+    with pytest.raises(InputError, match=message) as refused:
+        rows[2]
+    assert f"{path}:4" in refused.value.where
+    lines[-1] = line
+    with pytest.raises(InputError):
+        data.read(write(path, "\n".join(lines)))
+
+
+def test_a_row_of_a_large_file_that_changed_is_refused(tmp_path, large):
+    path = write(tmp_path / "a.jsonl")
+    rows = data.read(path)
+    write(path, LINES.replace("é2", "é7"))
+    with pytest.raises(InputError, match="changed since the run read it"):
+        rows[2]
+
+
+def test_digests_of_large_files_are_about_their_bytes(tmp_path, large):
+    rows = data.read(write(tmp_path / "a.jsonl"))
+    fingerprint, of_rows = data.digests(rows[1:])
+    assert fingerprint.startswith(data.OF_BYTES)
+    changed = data.read(write(tmp_path / "b.jsonl", LINES.replace("é2", "é7")))
+    other, of_others = data.digests(changed[1:])
+    assert other != fingerprint
+    assert (of_rows != of_others).tolist() == [False, True, False, False]
+    in_full = data.StoredRows(data.ReadInFull([rows]))
+    assert data.digests(in_full)[0] == data.digests(ROWS)[0]
+
+
+def test_the_next_row_takes_the_place_of_a_prompt_that_is_too_long(tmp_path, large, capsys):
+    lines = LINES.replace("é3", "é" * 99).replace("é4", "ab")
+    rows = data.read(write(tmp_path / "a.jsonl", lines))
+    fitting = tasks.drop_misfits(rows, tokenizers.characters("éab01234"), 8)
+    assert [row["answer"] for row in fitting] == [0, 1, 2, 4, 4]
+    assert f"{tmp_path}/a.jsonl:4: a prompt of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", CONTENTS)
 def test_lines_are_found_again(tmp_path, content):
     rows = data.read(write(tmp_path / "a.jsonl", content))
     assert isinstance(rows, data.StoredRows)

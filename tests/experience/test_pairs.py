@@ -12,6 +12,7 @@ from tpu_rl.commands import run
 from tpu_rl.commands.evaluate import evaluate
 from tpu_rl.errors import InputError
 from tpu_rl.experience import reference_log_probs
+from tpu_rl.tasks import gsm8k_rows
 
 
 @pytest.fixture
@@ -131,19 +132,19 @@ PROBLEM = {
 
 
 def test_solutions_lose_calculator_marks_and_duplicates():
-    rows = data.gsm8k_solutions(PROBLEM, 7)
+    rows = gsm8k_rows.gsm8k_solutions(PROBLEM, 7)
     assert [(row["completion"], row["label"]) for row in rows] == [
         ("2+3=5\nA: 5", True),
         ("2+3=6\nA: 6", False),
         ("It is 5\nA: 5", True),
     ]
     assert {(row["prompt"], row["problem"]) for row in rows} == {("2 + 3?", 7)}
-    assert data.pair_graded(rows) == [
+    assert gsm8k_rows.pair_graded(rows) == [
         {"prompt": "2 + 3?", "problem": 7, "chosen": right, "rejected": "2+3=6\nA: 6"}
         for right in ("2+3=5\nA: 5", "It is 5\nA: 5")
     ]
     with pytest.raises(InputError, match="no solutions"):
-        data.gsm8k_solutions({"question": "2 + 3?"}, 0)
+        gsm8k_rows.gsm8k_solutions({"question": "2 + 3?"}, 0)
 
 
 def test_label_must_be_a_boolean(tmp_path):

@@ -113,6 +113,28 @@ def test_both_log_probs_against_plain_numpy(toy, params, truncation):
         np.testing.assert_array_equal(rollout.log_probs, rollout.behaviour_log_probs)
 
 
+def test_calls_of_one_shape_share_their_programs(params):
+    """Answers to 36 prompts, in three parts of the 16 rows of a step, and greedy ones."""
+    policy, counts = trigram()
+    step = SamplerConfig(
+        max_new_tokens=9, samples_per_prompt=4, prompt_length=8, stop_ids=(STOP,), max_num_seqs=9
+    )
+    sample(policy, params, PROMPTS, KEY, step)
+    programs = list(counts.traces)
+    own = replace(step, samples_per_prompt=1)
+    shaped = replace(own, shapes_of=(len(PROMPTS), 4))
+    finished = {}
+    rollout = sample(policy, params, 9 * PROMPTS, KEY, shaped, on_finished=finished.update)
+    greedy = sample(policy, params, PROMPTS, KEY, replace(shaped, temperature=0))
+    assert counts.traces == programs
+    alone = sample(trigram()[0], params, 9 * PROMPTS, KEY, own)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), rollout, alone)
+    assert [finished[row] for row in range(36)] == completions(alone)
+    drawn = sample(trigram()[0], params, PROMPTS, KEY, replace(own, temperature=0))
+    assert completions(greedy) == completions(drawn)
+    np.testing.assert_array_equal(greedy.log_probs, drawn.log_probs)
+
+
 def test_greedy_takes_the_most_likely_token_and_reports_unscaled_log_probs(toy, params):
     rollout = sample(
         toy, params, PROMPTS, KEY, SamplerConfig(max_new_tokens=5, temperature=0, top_k=3)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tpu_rl import data
 from tpu_rl.environments import contract
+from tpu_rl.tasks import gsm8k_rows
 from tpu_rl.tasks.calculator import Calculator, calculate, result_after, right_marks
 
 SOLUTION = "He has 16-3 = <<16-3=13>>13 eggs.\nThat is 13/2 = $<<13/2=6.5>>6.5.\n#### 6.5"
@@ -56,5 +56,5 @@ def test_wrong_marks_are_counted():
 
 
 def test_solutions_are_demonstrations():
-    row = data.gsm8k({"question": "?", "answer": SOLUTION})
-    assert data.gsm8k_demonstration(row)["completion"] == SOLUTION
+    row = gsm8k_rows.gsm8k({"question": "?", "answer": SOLUTION})
+    assert gsm8k_rows.gsm8k_demonstration(row)["completion"] == SOLUTION

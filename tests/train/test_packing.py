@@ -432,9 +432,9 @@ def test_a_micro_batch_without_tokens_is_not_computed():
     layout, _, _ = laid_out([(3, (4, 4))], row_length=16, micro_batch_rows=1, row_limit=3)
     rows = layout.rows(jnp.zeros(layout.slot.shape, jnp.int32))
     assert packing.is_occupied(rows).tolist() == [[True, False, False]]
-    assert packing.empty_rows(layout.source) == 0
+    assert packing.occupancy(layout.source)[0] == 0
     larger, _, _ = laid_out([(3, (4, 4))], row_length=16, micro_batch_rows=4, row_limit=12)
-    assert packing.empty_rows(larger.source) == 0.75
+    assert packing.occupancy(larger.source)[0] == 0.75
 
     def nan_if_empty(micro_batch: PackedRows) -> jax.Array:
         is_token = micro_batch.segment_ids > 0

@@ -17,6 +17,9 @@ import numpy as np
 
 _SEEDS = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 """One 32-bit sum for each."""
+SMALL = 2**18
+"""Arrays of at most so many elements are summed by one program, in which all hashes are in memory.
+Larger ones have a program for each shape and sum."""
 
 
 def of_tree(tree: Any) -> str:
@@ -48,10 +51,9 @@ def shape_and_dtype(leaf: Any) -> dict[str, Any]:
 
 def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
     """Return path -> dtype, shape and digest (16 hex digits) of each array."""
-    sums = {
-        path: [_position_mixed_sum(array, seed) for seed in _SEEDS]
-        for path, array in arrays.items()
-    }
+    large = {path: array for path, array in arrays.items() if array.size > SMALL}
+    small = {path: array for path, array in arrays.items() if path not in large}
+    sums = _sums(small) | _sums_of(large)
     return {
         path: {**shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
         for path, halves in jax.device_get(sums).items()
@@ -62,6 +64,17 @@ def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
 def all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return path -> [] bool: True if no element is NaN or infinite."""
     return {path: jnp.all(jnp.isfinite(array)) for path, array in arrays.items()}
+
+
+def _sums_of(arrays: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    """Return path -> the sums."""
+    return {
+        path: [_position_mixed_sum(array, seed) for seed in _SEEDS]
+        for path, array in arrays.items()
+    }
+
+
+_sums = jax.jit(_sums_of)
 
 
 @jax.jit

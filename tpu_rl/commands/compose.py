@@ -355,6 +355,17 @@ def log_probs_of(context: RunContext, role: str, temperature: float = 1.0) -> Te
     )
 
 
+def evaluation_shapes(context: RunContext, stage: Stage, problems: int) -> tuple[int, int] | None:
+    """Return `SamplerConfig.shapes_of` for answers to a number of held-out problems.
+
+    As many as one or two batches have completions run the programs of the rollouts, one batch after
+    the other. More have programs of their own, which decode more at once.
+    """
+    shapes = context.config.batch.prompts, context.config.batch.group_size
+    samples = stage.algorithm.experience.source == "rollouts"
+    return shapes if samples and problems <= 2 * math.prod(shapes) else None
+
+
 def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:
     """Return the decoding of a stage's answers to held-out problems, once each, as shapes of
     programs see it."""

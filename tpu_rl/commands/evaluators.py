@@ -72,7 +72,7 @@ def evaluator(
     else:
         policy = exact.rollout_policy("policy")
     loss = _losses(context, stage, params)
-    answers = _both(_answers(context, policy), _harness(context, policy))
+    answers = _both(_answers(context, stage, policy), _harness(context, policy))
     if loss is None and answers is None:
         print(
             "note: nothing is evaluated: there are no held-out rows, or no reward that judges them",
@@ -89,7 +89,7 @@ def before_training(context: RunContext, stage: Stage, evaluations: Evaluations)
     if stage.algorithm.experience.policy != "guided":
         return evaluations
     policy = context.unrounded().rollout_policy("policy")
-    alone = _both(_answers(context, policy), _harness(context, policy))
+    alone = _both(_answers(context, stage, policy), _harness(context, policy))
     return evaluations._replace(in_sampling=alone or _nothing)
 
 
@@ -147,7 +147,7 @@ def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
 # --- answers ---
 
 
-def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
+def _answers(context: RunContext, stage: Stage, policy: RolloutPolicy) -> Evaluate | None:
     config = context.config
     tokenizer = context.language.tokenizer
     if config.evaluation_reward is None and not compose.is_judged(config):
@@ -175,17 +175,22 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
         environment = compose.environment(config)
         if environment is not None and max_turns is not None:
             environment = environment._replace(max_turns=max_turns)
-        # The same random keys whatever the step or seed: what differs is the model.
-        decoding = Decoding(
-            policy._replace(drafter=None),
-            replace(plain, temperature=temperature),
-            config.sampling.max_prompt_tokens,
-            purpose=Purpose.EVALUATION,
-            stop_strings=config.sampling.stop_strings,
-            environment=environment,
-            thinking=limited(config.sampling.thinking),
-        )
-        return {name: compose.engine(config, decoding, scorers[name]) for name in problems}
+
+        def engine(name: str, rows: list[Row]) -> Engine:
+            # The same random keys whatever the step or seed: what differs is the model.
+            shapes = compose.evaluation_shapes(context, stage, len(rows))
+            decoding = Decoding(
+                policy._replace(drafter=None),
+                replace(plain, temperature=temperature, shapes_of=shapes),
+                config.sampling.max_prompt_tokens,
+                purpose=Purpose.EVALUATION,
+                stop_strings=config.sampling.stop_strings,
+                environment=environment,
+                thinking=limited(config.sampling.thinking),
+            )
+            return compose.engine(config, decoding, scorers[name])
+
+        return {name: engine(name, rows) for name, rows in problems.items()}
 
     sampled = engines(temperature=1.0)
     greedy = engines(temperature=0.0)

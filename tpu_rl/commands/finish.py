@@ -39,8 +39,6 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     Raises:
         InputError: if no step of the run changed a weight.
     """
-    from tpu_rl.experience.rows import label_flips
-
     config = context.config
     run_dir = context.run_dir
     require_learned(run_dir)
@@ -71,7 +69,7 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     }
     if isinstance(config.data, FileData) and config.data.flip.share:
         train = tasks.file_rows(config.data, config.algorithm.experience, config.evaluation.rows)[0]
-        summary["label_flips"] = label_flips.count(train)
+        summary["label_flips"] = wings.MODULES["label_flips"].count(train)
     # The page written while the run was on goes first: without one, no run counts as finished.
     (run_dir / run_files.REPORT).unlink(missing_ok=True)
     metrics.write_summary(run_dir, summary)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -40,8 +39,8 @@ from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable, typed_command
-from tpu_rl.experience.layout import AttentionIndex, pack_experience
-from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.experience.layout import AttentionIndex, Widths, pack_experience
+from tpu_rl.experience.source import Source, StepExperience, with_widths
 from tpu_rl.models import Select
 from tpu_rl.rollout import samples, weights
 from tpu_rl.runtime import (
@@ -236,6 +235,8 @@ class StageParts(NamedTuple):
     """See `layout.pack_experience`."""
     images: ImageReader | None
     """See there."""
+    widths: Widths
+    """See there."""
     make_batch: Callable[..., tuple[Any, Any]]
     update: update_step.UpdateStep
     source: Source
@@ -258,7 +259,8 @@ def compose_stage(
     from tpu_rl.diagnosis import debug_nans
 
     algorithm = compose.build_algorithm(context, stage)
-    source = compose.make_source(context, stage, params)
+    widths = Widths()
+    source = with_widths(compose.make_source(context, stage, params), widths)
     params = compose.reset_roles(context, stage, params)
     evaluations = evaluators.evaluator(context, stage, algorithm, params)
     state, update = compose.learner(context, stage, algorithm, params)
@@ -286,6 +288,7 @@ def compose_stage(
         mesh=context.mesh,
         attention_index=context.attention_index,
         images=context.language.tokenizer.images,
+        widths=widths,
         make_batch=make_batch,
         update=update,
         source=source,
@@ -463,6 +466,12 @@ def train_stage(
             if not job.recovery.in_a_row:  # Not if steps were skipped: see `NanRecovery`.
                 job.writer.catch_up(step - 1, parts.for_training(state), source_state)
             job.writer.leave(request.code)
+        except InputError:
+            # As of a row that is drawn and cannot be used: what was learned before it is kept.
+            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+            if is_whole and processes.count() == 1 and not job.recovery.in_a_row:
+                job.writer.catch_up(step - 1, parts.for_training(state), source_state)
+            raise
         job.signals.has_stepped.set()
         if step == job.first_step:
             print(f"time to first step: {seconds_since_start():.1f} s")
@@ -521,7 +530,12 @@ def take_step(
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
     packed = pack_experience(
-        batch_config, experience.data, parts.mesh, parts.attention_index, parts.images
+        batch_config,
+        experience.data,
+        parts.mesh,
+        parts.attention_index,
+        parts.images,
+        parts.widths,
     )
 
     update_began = time.perf_counter()
@@ -543,10 +557,10 @@ def take_step(
     num_tokens = int(np.asarray(experience.data.action_mask).sum())
     row["time/step"] = ended - began
     row["time/update"] = ended - update_began
-    num_read = int(jnp.sum(packed.layout.source >= 0))
+    empty_rows, num_read = map(float, packing.occupancy(packed.layout.source))
     row["perf/read_tokens_per_second"] = num_read / (ended - update_began)
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
-    row["perf/empty_rows"] = float(packing.empty_rows(packed.layout.source))
+    row["perf/empty_rows"] = empty_rows
     row["perf/peak_memory"] = peak_memory_bytes()
     settings = job.config.samples
     if experience.records and settings.max_per_step and samples.is_kept(step, settings.interval):

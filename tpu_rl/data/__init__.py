@@ -7,7 +7,6 @@ files        reads and checks files
 formats      the formats of files
 shapes       the published shapes of rows
 messages     messages, tools and calls in one form
-gsm8k_rows   GSM8K as it is published
 stored_rows  rows that stay in files, and are read when they are needed
 python_rows  rows that a Python program passes
 row_stream   shuffles rows and repeats them
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
     from tpu_rl.data.files import first_shape as first_shape
     from tpu_rl.data.files import names_of as names_of
     from tpu_rl.data.files import read as read
-    from tpu_rl.data.gsm8k_rows import gsm8k as gsm8k
-    from tpu_rl.data.gsm8k_rows import gsm8k_demonstration as gsm8k_demonstration
-    from tpu_rl.data.gsm8k_rows import gsm8k_solutions as gsm8k_solutions
-    from tpu_rl.data.gsm8k_rows import pair_graded as pair_graded
+    from tpu_rl.data.row_stream import OF_BYTES as OF_BYTES
     from tpu_rl.data.row_stream import Rows as Rows
     from tpu_rl.data.row_stream import RowStream as RowStream
     from tpu_rl.data.row_stream import digests as digests
@@ -39,10 +35,13 @@ if TYPE_CHECKING:
     from tpu_rl.data.row_stream import row_digest as row_digest
     from tpu_rl.data.row_stream import rows_of_parts as rows_of_parts
     from tpu_rl.data.row_stream import stream as stream
+    from tpu_rl.data.stored_rows import FirstFitting as FirstFitting
+    from tpu_rl.data.stored_rows import ReadInFull as ReadInFull
     from tpu_rl.data.stored_rows import StoredRows as StoredRows
     from tpu_rl.data.stored_rows import join as join
     from tpu_rl.data.stored_rows import naming_row as naming_row
     from tpu_rl.data.stored_rows import part_numbers as part_numbers
+    from tpu_rl.data.stored_rows import sample as sample
     from tpu_rl.data.stored_rows import take as take
     from tpu_rl.data.stored_rows import where_of as where_of
     from tpu_rl.data.stored_rows import with_number as with_number

@@ -15,9 +15,10 @@ import json
 import math
 import os
 import re
+import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,7 +62,8 @@ def read(
 ) -> StoredRows:
     """Return the rows of files, of a saved dataset, or of a dataset of the hub.
 
-    All rows are read and checked here, and decoded again when they are asked for.
+    All rows are read and checked here, and decoded again when they are asked for. Of a file of more
+    than `MANY_LINES` lines of JSON, a sample is, and every other row when it is asked for.
 
     Args:
         path: files or patterns, separated by commas, on disks or in buckets (gs://); a folder of
@@ -85,17 +87,23 @@ def read(
     names: dict[str, None] = {}
     # Column -> (type of its first value, where that is).
     kinds: dict[str, tuple[str, str]] = {}
+
+    def check_row(where: str, original: Row) -> None:
+        with _refused("a row does not fit its shape", where):
+            row = shapes.normalize(original, columns, column_names)
+        _check_row(where, original, row, columns, kinds)
+        with _refused("a row cannot be used", where):
+            shapes.check_together(row, columns)
+            if check is not None:
+                check(row)
+        if not row.keys() <= names.keys():
+            names.update(dict.fromkeys(row))
+
     for part, source in _sources(path, split, config):
-        for where, original in source.scan():
-            with _refused("a row does not fit its shape", where):
-                row = shapes.normalize(original, columns, column_names)
-            _check_row(where, original, row, columns, kinds)
-            with _refused("a row cannot be used", where):
-                shapes.check_together(row, columns)
-                if check is not None:
-                    check(row)
-            if not row.keys() <= names.keys():
-                names.update(dict.fromkeys(row))
+        # Digests of rows with pictures are about the files of these, too.
+        if not (isinstance(source, JsonLines) and source.samples(check_row, names)):
+            for where, original in source.scan():
+                check_row(where, original)
         sources.append(source)
         parts.append(part)
     joined = sources[0] if len(sources) == 1 else stored_rows.Joined(sources, parts)
@@ -143,6 +151,8 @@ def first_shape(
     return None
 
 
+MANY_LINES = 100_000
+"""To read more rows takes more than seconds. They are checked when they are drawn."""
 MIN_KEPT_ROWS = 10_000
 MAX_KEPT = 4
 _READ: dict[Any, StoredRows] = {}
@@ -388,7 +398,68 @@ class JsonLines(Records):
 
     def __init__(self, file: Path):
         self._path = file
+        self._check: Callable[[str, Row], None] | None = None
+        """Checks a row that is asked for. None: `scan` has checked all."""
+        self._numbers = array("q")
+        """Of rows with a check, the numbers of their lines."""
         super().__init__(os.open(file, os.O_RDONLY), self._decode_line, str(file))
+
+    def samples(self, check: Callable[[str, Row], None], columns: Collection[str]) -> bool:
+        """Find the lines, check a sample of them, and check others when they are asked for.
+
+        `columns` are those of the rows that were checked, here too. Returns False if the file has
+        to be scanned: it has at most `MANY_LINES` rows, one that is too long, or images.
+
+        Raises:
+            InputError: for a row that `check` refuses.
+        """
+        if self._finds_lines() and len(self) > MANY_LINES:
+            self._check = check
+            for index in stored_rows.sampled_indices(len(self)).tolist():
+                self[index]
+            if "images" not in columns:
+                return True
+        self._check = None
+        for facts in (self._starts, self._lengths, self._checksums, self._numbers):
+            del facts[:]
+        return False
+
+    def _finds_lines(self) -> bool:
+        """Say where all lines are that are not blank; False if one is too long."""
+        start = 0
+        number = 0
+        while block := os.pread(self._file, stored_rows.MAX_BLOCK, start):
+            if not start and block.startswith(_BOM):
+                block = block[len(_BOM) :]
+                start = len(_BOM)
+            end = block.rfind(b"\n")
+            if end < 0:  # The last line, or a part of one that is too long.
+                end = len(block)
+            for line in block[:end].split(b"\n"):
+                number += 1
+                if len(line) > MAX_ROW_BYTES:
+                    return False
+                if line.strip():
+                    self._starts.append(start)
+                    self._lengths.append(len(line))
+                    self._checksums.append(zlib.crc32(line))
+                    self._numbers.append(number)
+                start += len(line) + 1
+        return True
+
+    def checksums(self) -> np.ndarray | None:
+        if self._check is None:
+            return None
+        return np.array(self._checksums, np.uint64) | np.array(self._lengths, np.uint64) << 32
+
+    def _row(self, index: int, content: bytes) -> Row:
+        if self._check is None:
+            return super()._row(index, content)
+        self._require_same(index, content)
+        where = self.where(index)
+        row = _json_row(content, where, is_last=index == len(self) - 1)
+        self._check(where, row)
+        return row
 
     def scan(self) -> Iterator[tuple[str, Row]]:
         with open(os.dup(self._file), "rb") as opened:
@@ -397,6 +468,8 @@ class JsonLines(Records):
                 yield where, row
 
     def where(self, index: int) -> str:
+        if self._check is not None:
+            return f"{self._path}:{self._numbers[index]}"
         start = self._starts[index]
         places = range(0, start, stored_rows.MAX_BLOCK)
         blocks = (
@@ -718,8 +791,8 @@ def warnings(
     """Return one line for each thing about valid rows that is rarely intended, with its count.
 
     Args:
-        rows: the training rows.
-        held_out: the held-out rows.
+        rows: the training rows, of which `stored_rows.sample` is read.
+        held_out: the held-out rows, in the same way.
         compares_prompts: False if other columns say what a row asks, as with an environment. Equal
             and blank prompts are then not reported.
     """
@@ -729,6 +802,7 @@ def warnings(
     num_empty = 0
     labels: Counter[bool] = Counter()
     is_compared = False
+    rows, held_out = map(stored_rows.sample, (rows, held_out))
     # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
     prompts = array("q")
     inputs = array("q")

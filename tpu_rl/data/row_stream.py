@@ -14,12 +14,16 @@ import numpy as np
 
 from tpu_rl.data.files import Row
 from tpu_rl.data.images import is_pil
-from tpu_rl.data.stored_rows import part_numbers, take
+from tpu_rl.data.stored_rows import checksums, part_numbers, take
 from tpu_rl.errors import DamagedDataError, InputError
 
 PICTURE_END = 4096
 """The bytes at the end of a picture's file that its row's digest is about. PNG has checksums of all
 pixels there, and in the other formats few changes leave both the size and the end as they were."""
+
+
+OF_BYTES = "bytes "
+"""The beginning of a fingerprint that is about the bytes of rows, and not about their values."""
 
 
 class Rows(Protocol):
@@ -53,7 +57,13 @@ def digests(rows: Sequence[Row], folder: Path = Path()) -> tuple[str, np.ndarray
 
     The order of columns does not matter. Of a picture in a file count the name, the size and the
     last `PICTURE_END` bytes. `folder` is the one that names of pictures are relative to.
+
+    Of rows that are checked when they are drawn, the checksums of their bytes count, which the
+    fingerprint says (`OF_BYTES`).
     """
+    sums = checksums(rows)
+    if sums is not None:
+        return OF_BYTES + hashlib.sha256(sums.tobytes()).hexdigest(), sums
     whole = hashlib.sha256()
     of_rows = bytearray()
     for row in rows:

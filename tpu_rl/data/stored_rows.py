@@ -85,6 +85,10 @@ class Records:
         Raises:
             InputError: if it is not what `scan` has read.
         """
+        self._require_same(index, content)
+        return self._decode(content)
+
+    def _require_same(self, index: int, content: bytes) -> None:
         if not self.is_private and zlib.crc32(content) != self._checksums[index]:
             raise InputError(
                 "the data file changed since the run read it",
@@ -92,7 +96,6 @@ class Records:
                 why="its bytes are others",
                 fix="start the command again, and leave the file alone while it runs",
             )
-        return self._decode(content)
 
     def many(self, indices: list[int]) -> Iterator[Row]:
         """Yield the rows with these numbers. Neighbors are read together."""
@@ -306,10 +309,35 @@ class Joined:
         part = self._parts[number]
         return where_of(part, index - self._ends[number] + len(part))
 
+    def checksums(self) -> np.ndarray | None:
+        parts = [part for part in map(checksums, self._parts) if part is not None]
+        return np.concatenate(parts) if len(parts) == len(self._parts) else None
+
     def part_numbers(self) -> np.ndarray:
         if self._numbers is None:
             return np.concatenate([part_numbers(part) for part in self._parts])
         return np.repeat(self._numbers, [len(part) for part in self._parts])
+
+
+class ReadInFull(Joined):
+    """Rows that are read from the first to the last before one is drawn, however many they are."""
+
+    def checksums(self) -> np.ndarray | None:
+        return None
+
+
+class FirstFitting(Joined):
+    """Rows in which the next one that fits takes the place of each that does not."""
+
+    def __init__(self, rows: Sequence[Row], fits: Callable[[Row, int], bool]):
+        """Ask `fits(row, index)` of rows when they are drawn. Some row has to fit."""
+        super().__init__([rows])
+        self._fits = fits
+
+    def __getitem__(self, index: int) -> Row:
+        while not self._fits(row := super().__getitem__(index), index):
+            index = (index + 1) % len(self)
+        return row
 
 
 class WithNumber:
@@ -369,6 +397,11 @@ class StoredRows(Sequence[Row]):
         """Return [rows] int; see the function of this name."""
         return part_numbers(self._source)[np.asarray(self._indices)]
 
+    def checksums(self) -> np.ndarray | None:
+        """Return [rows] uint64 or None; see the function of this name."""
+        of_source = checksums(self._source)
+        return None if of_source is None else of_source[np.asarray(self._indices)]
+
     def __len__(self) -> int:
         return len(self._indices)
 
@@ -421,6 +454,39 @@ class OfParts(Protocol):
     def part_numbers(self) -> np.ndarray:
         """Return [rows] int; see the function of this name."""
         ...
+
+
+@runtime_checkable
+class Checksummed(Protocol):
+    """Rows that may be checked when they are drawn."""
+
+    def checksums(self) -> np.ndarray | None:
+        """Return [rows] uint64 or None; see the function of this name."""
+        ...
+
+
+def checksums(rows: Any) -> np.ndarray | None:
+    """Return [rows] uint64, of the bytes of each row, of rows that are checked when they are drawn.
+
+    None: all rows were read and checked before.
+    """
+    return rows.checksums() if isinstance(rows, Checksummed) else None
+
+
+FIRST_ROWS = 1000
+SAMPLED_ROWS = 9000
+
+
+def sampled_indices(count: int) -> np.ndarray:
+    """Return the numbers of the first rows of `count`, of the last one, and of some between."""
+    spread = np.linspace(0, count - 1, SAMPLED_ROWS).astype(int)
+    return np.unique(np.concatenate([np.arange(min(FIRST_ROWS, count)), spread]))
+
+
+def sample(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows, or some of them if they are checked when they are drawn."""
+    is_read = not len(rows) or checksums(rows) is None
+    return rows if is_read else take(rows, sampled_indices(len(rows)))
 
 
 def where_of(rows: Any, index: int) -> str:

@@ -23,7 +23,7 @@ from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation import intervals, pair_accuracy
 from tpu_rl.evaluation.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
-from tpu_rl.experience.rows import label_flips
+from tpu_rl.experience.config import FLIPPED
 from tpu_rl.experience.sources import pairing
 from tpu_rl.rewards import reward_model
 from tpu_rl.rollout.scoring import Scored
@@ -212,7 +212,7 @@ def column_slices(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [
         (
             *([str(row["slice"])] if "slice" in row else []),
-            *[label_flips.COLUMN] * (label_flips.COLUMN in row),
+            *[FLIPPED] * (FLIPPED in row),
         )
         for row in rows
     ]

@@ -31,6 +31,10 @@ class FlipConfig(ranges.Checked):
     """Decides with the row alone which labels these are; --seed does not."""
 
 
+FLIPPED = "label_flipped"
+"""Column that is true in rows whose labels were turned around."""
+
+
 DataFormat = Literal["plain", "code", "gsm8k", "gsm8k_solutions"]
 """The columns of files of rows; see `FileData.format`."""
 

@@ -12,18 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data.encoding import bucket
-from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.config import BatchConfig
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import (
-    Completions,
-    Demonstrations,
     Experience,
     Layout,
     Pairs,
-    QExamples,
     Rollout,
     ScoredCompletions,
 )
@@ -33,22 +29,80 @@ AttentionIndex = Literal["tiles", "paths", "none"]
 sizes differ from batch to batch, and each new size compiles the programs again."""
 
 
+class Widths:
+    """The largest sizes of a stage's layouts so far. Later ones are padded to them, so that a batch
+    runs the programs of a wider one.
+
+    They are part of checkpoints: a resumed run pads as the run did.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, list[int]] = {}
+        """Name of an array -> its largest sizes; none of `key_tiles` once all keys were read."""
+
+    @property
+    def micro_batches(self) -> int:
+        """K: the most micro-batches of an optimizer step."""
+        return self._shapes.get("source", [0, 0])[1]
+
+    def get_state(self) -> dict[str, list[int]]:
+        """Return a JSON value."""
+        return dict(self._shapes)
+
+    def set_state(self, state: dict[str, list[int]]) -> None:
+        """Go on from what `get_state` returned."""
+        self._shapes = dict(state)
+
+    def padded(self, layout: Layout) -> Layout:
+        """Return a layout of `micro_batches` or more as large as the largest so far."""
+        row_length = layout.source.shape[-1]
+        self._shapes["source"] = list(layout.source.shape)
+        if layout.key_tiles is None:
+            self._shapes["key_tiles"] = []
+        key_tiles = self._pad("key_tiles", layout.key_tiles, -1)
+        paths = layout.paths
+        if paths is not None:
+            queries = self._pad("queries", paths.queries, row_length)
+            paths = replace(paths, queries=queries, keys=self._pad("keys", paths.keys, row_length))
+        return replace(
+            layout,
+            actions=self._pad("actions", layout.actions, row_length),
+            key_tiles=key_tiles,
+            paths=paths,
+            images=self._pad("images", layout.images, 0),
+        )
+
+    def _pad(self, name: str, array: Any, fill: int) -> Any:
+        """Return the array with `fill` behind what it has of each of the largest sizes."""
+        before = self._shapes.get(name)
+        if array is None or before == []:
+            return None
+        sizes = list(map(max, array.shape, before or array.shape))
+        self._shapes[name] = sizes
+        missing = [(0, most - size) for most, size in zip(sizes, array.shape, strict=True)]
+        return np.pad(array, missing, constant_values=fill)
+
+
 def pack_experience(
     batch: BatchConfig,
     data: Any,
     mesh: Mesh,
     attention_index: AttentionIndex = "tiles",
     images: ImageReader | None = None,
+    widths: Widths | None = None,
 ) -> Experience:
     """Return the data with their places in packed rows, as device arrays spread over the mesh.
 
-    `images` says which token ids refer to images, for a model that reads them.
+    `images` says which token ids refer to images, for a model that reads them. `widths` are those
+    of the batches before, to which the layout is padded.
     """
+    widths = widths or Widths()
 
     def place(array: Any) -> jax.Array:
         return sharding.put(array, experience_sharding(mesh, np.shape(array)))
 
-    layout = layout_of(batch, data, paths=attention_index == "paths")
+    paths = attention_index == "paths"
+    layout = layout_of(batch, data, paths=paths, micro_batches=widths.micro_batches)
     if attention_index != "tiles":
         layout = replace(layout, key_tiles=None)
     if isinstance(data, Rollout) and data.routing is not None:
@@ -57,7 +111,7 @@ def pack_experience(
         data = replace(data, routing=None)
     if data.images is not None:
         layout, data = with_images(layout, data, images)
-    return jax.tree.map(place, Experience(data, layout))
+    return jax.tree.map(place, Experience(data, widths.padded(layout)))
 
 
 def with_routing(layout: Layout, routing: Any) -> Layout:
@@ -156,7 +210,13 @@ def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader
     return np.concatenate([key_tiles, later], axis=-1)
 
 
-def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: bool = True) -> Layout:
+def layout_of(
+    batch: BatchConfig,
+    data: Any,
+    paths: bool = False,
+    with_room: bool = True,
+    micro_batches: int = 0,
+) -> Layout:
     """Return the place of each token in the packed rows of the micro-batches.
 
     Args:
@@ -165,10 +225,12 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: boo
         paths: fill `Layout.paths`.
         with_room: make room for N texts of T tokens each, so that all batches of N texts have one
             shape. What stays empty is not computed.
+        micro_batches: make room for at least so many of an optimizer step.
     """
     mask = np.asarray(data.action_mask)
     texts_per_step = math.ceil(len(mask) / batch.num_minibatches)
     texts_per_row = max(batch.row_length // mask.shape[1], 1)
+    row_limit = math.ceil(texts_per_step / texts_per_row) if with_room else 0
     return packing.assign_slots(
         mask,
         np.asarray(data.group_id),
@@ -179,7 +241,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: boo
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
         share_prefixes=batch.share_prefixes,
-        row_limit=math.ceil(texts_per_step / texts_per_row) if with_room else None,
+        row_limit=max(row_limit, micro_batches * batch.rows_at_once),
         paths=paths,
     )
 
@@ -190,41 +252,3 @@ def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     Completions [N, ...] and packed rows [M, K, R, S] are spread by rows.
     """
     return sharding.batch_sharding(mesh, shape, 2 if len(shape) >= 4 else 0)
-
-
-def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: ExperienceSpec) -> Any:
-    """Return host arrays of a batch in which every text has full length.
-
-    Completions that are compared are cut to what a packed row holds.
-    """
-    kind = spec.kind
-    prompt_tokens = sampling.max_prompt_tokens
-    new_tokens = sampling.max_new_tokens
-    members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size + spec.rows_added)
-    if kind in (Pairs, ScoredCompletions):
-        prompts = 1 if batch.share_prefixes else members
-        new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // members)
-    shape = (batch.prompts * members, prompt_tokens + sampling.max_new_tokens)
-    tokens = np.zeros(shape, np.int32)
-    floats = np.zeros(shape, np.float32)
-    mask = np.zeros(shape, bool)
-    mask[:, prompt_tokens : prompt_tokens + new_tokens] = True
-    group = np.repeat(np.arange(batch.prompts, dtype=np.int32), members)
-    flags = np.zeros(len(group), bool)
-    steps = np.zeros_like(group)
-    keys = np.zeros((len(group), 2), np.uint32)
-    value = None if spec.prompt_value is None else floats[:, 0]
-    rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
-    source = np.zeros(len(group), np.int8) if spec.rows_added else None
-    tree = (np.arange(len(group), dtype=np.int32), steps) if spec.texts else (None, None)
-    top = (*shape, spec.served[1]) if spec.served else ()
-    served = (np.zeros(top, np.int32), np.zeros(top, np.float32)) if top else ()
-    fields: dict[type, tuple[Any, ...]] = {
-        Rollout: (*rollout, *tree, None, value, source),
-        Demonstrations: (tokens, mask, group, floats),
-        Completions: (tokens, mask, group, flags, None, *served),
-        Pairs: (tokens, mask, group, flags, floats[:, 0], floats),
-        ScoredCompletions: (tokens, mask, group, floats[:, 0]),
-        QExamples: (tokens, mask, group, floats),
-    }
-    return kind(*fields[kind])

@@ -11,6 +11,7 @@ import numpy as np
 
 from tpu_rl.data import Row
 from tpu_rl.data.encoding import bucket
+from tpu_rl.experience.layout import Widths
 from tpu_rl.rollout import records
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.types import Rollout, TrainState
@@ -95,6 +96,25 @@ def with_memories(source: Source, memories: Mapping[str, Memory]) -> Source:
         get_state=lambda: take_snapshot()(),
         set_state=set_state,
         take_snapshot=take_snapshot,
+    )
+
+
+def with_widths(source: Source, widths: Widths) -> Source:
+    """Return the source whose checkpoints also have the widths of its batches in packed rows.
+
+    Checkpoints of earlier versions have none: a run goes on from those as if it began.
+    """
+
+    def take_snapshot() -> Callable[[], dict[str, Any]]:
+        of_source, state = source.snapshot(), widths.get_state()
+        return lambda: of_source() | {"widths": state}
+
+    def set_state(state: dict[str, Any]) -> None:
+        widths.set_state(state.get("widths", {}))
+        source.set_state({name: value for name, value in state.items() if name != "widths"})
+
+    return source._replace(
+        get_state=lambda: take_snapshot()(), set_state=set_state, take_snapshot=take_snapshot
     )
 
 

@@ -262,6 +262,8 @@ def _compile_segment(
         empty,
         _row_shape(call.mesh, slots.device_count(call.mesh)),
         outputs,
+        None,
+        jax.ShapeDtypeStruct((), bool),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -99,17 +100,38 @@ def sample(
         InputError: prompts, limits, biases or resumed completions that do not fit the config or the
             policy, or a policy that cannot verify drafts.
     """
-    request = make_request(policy, params, prompts, key, config, limits, row_ids, resumed)
-    draft = drafts.make_draft(policy, params, config, drafter, request.max_length)
-    tracker = RowTracker(
-        request, config.stop_ids, on_finished, stop_at, on_segment, on_verified, stop_when
-    )
-    modes = _DecodeModes(policy, draft, config)
-    outputs, prompt_routing = _decode(modes, params, request, config, mesh, tracker)
-    rollout = _make_rollout(request, config, tracker, outputs, policy_step)
-    if prompt_routing is None:
-        return rollout
-    return replace(rollout, routing=_rows_of_routing(request, tracker, outputs, prompt_routing))
+    group_size = config.samples_per_prompt
+    most = max(len(prompts), 1)
+    if config.shapes_of is not None and len(prompts) > 1:
+        most = max(math.prod(config.shapes_of) // group_size, 1)
+        row_ids = np.arange(len(prompts) * group_size) if row_ids is None else row_ids
+    parts = []
+    for first in range(0, max(len(prompts), 1), most):
+        is_last = first + most >= len(prompts)
+        rows = slice(first * group_size, None if is_last else (first + most) * group_size)
+        of_rows: Any = (x if x is None else x[rows] for x in (limits, row_ids, resumed))
+        part = prompts[first : first + most]
+        request = make_request(policy, params, part, key, config, *of_rows)
+        draft = drafts.make_draft(policy, params, config, drafter, request.max_length)
+        report = None
+        if on_finished is not None:
+            report = functools.partial(_report_rows, on_finished, rows.start)
+        tracker = RowTracker(
+            request, config.stop_ids, report, stop_at, on_segment, on_verified, stop_when
+        )
+        modes = _DecodeModes(policy, draft, config)
+        outputs, prompt_routing = _decode(modes, params, request, config, mesh, tracker)
+        rollout = _make_rollout(request, config, tracker, outputs, policy_step)
+        if prompt_routing is not None:
+            routing = _rows_of_routing(request, tracker, outputs, prompt_routing)
+            rollout = replace(rollout, routing=routing)
+        parts.append(replace(rollout, group_id=rollout.group_id + np.int32(first)))
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _report_rows(on_finished: OnFinished, first: int, finished: dict[int, list[int]]) -> None:
+    """Report rows of a part whose first row is row `first` of the call."""
+    on_finished({first + row: tokens for row, tokens in finished.items()})
 
 
 def _make_rollout(
@@ -146,7 +168,7 @@ def _make_rollout(
         "rewards": zeros,
         "group_id": np.repeat(np.arange(len(prompts), dtype=np.int32), request.group_size),
         "policy_step": np.where(was_resumed, request.policy_step, policy_step).astype(np.int32),
-        "birth_key": np.asarray(jax.random.key_data(request.keys)),
+        "birth_key": request.key_data,
         "truncated": ~tracker.stopped,
         "scored": np.ones(len(action_mask), bool),
     }
@@ -318,7 +340,6 @@ def _decode(
         size, dtype = routing
         prompt_routing = np.zeros((*request.prompts.tokens.shape, size), dtype)
     place = functools.partial(_place, mesh)
-    num_rows = len(request.limits)
     num_slots = queues.slots_per_device * queues.devices
     mode = modes.choose(num_slots)
     outputs = _first_outputs(request, queues, config, mesh, routing)
@@ -342,10 +363,10 @@ def _decode(
             if slots is None:
                 cache_length = _cache_length(0, True, mode, request, config)
                 shape = _SlotsShape(num_slots, cache_length)
-                keys = place(request.keys[np.zeros(num_slots, int)])
+                keys = place(request.keys(np.zeros(num_slots, int)))
                 shardings = slot_ops.cache_shardings(mesh, pool.cache)
                 slots = slot_ops.empty_slots(
-                    mode.policy, config, params, keys, cache_length, shardings
+                    mode.policy, config.of_programs(), params, keys, cache_length, shardings
                 )
             slots, status = _fetch(slot_ops.refill(mesh, pool, queue, slots, place(no_rows)))
         # 2. Once no row waits, the pool is dropped, and few enough live rows decode by drafts.
@@ -376,7 +397,7 @@ def _decode(
         # 4. Decode a segment on the device. Rows of the pool replace those that end in it.
         slots, outputs, status = decode_loop.decode_segment(
             modes.plain.policy,
-            config,
+            config.of_programs(),
             mesh,
             params,
             pool,
@@ -385,17 +406,19 @@ def _decode(
             place(status.num_taken),
             outputs,
             mode.draft,
+            np.bool_(config.greedy),
         )
         slots, status = _fetch((slots, status))
         # 5. Hand the new tokens to a tracker that reads along: it rewards complete groups while
         # others decode, and may end rows, whose slots are then free.
         tracker.report(status)
         if tracker.needs_tokens:
-            counts = np.pad(tracker.counts, (0, len(outputs.tokens) - num_rows))
+            counts = np.zeros(len(outputs.tokens), np.int32)
+            counts[queues.places] = tracker.counts
             new_tokens = slot_ops.tokens_after(
-                mesh, outputs.tokens, place(counts.astype(np.int32)), mode.max_segment_tokens
+                mesh, outputs.tokens, place(counts), mode.max_segment_tokens
             )
-            tracker.update(sharding.to_host(new_tokens)[:num_rows])
+            tracker.update(sharding.to_host(new_tokens)[queues.places])
             if tracker.should_stop():
                 break
             slots, status = _free_ended(slots, status, tracker.ended, queues, place)
@@ -403,7 +426,7 @@ def _decode(
                 refilled = slot_ops.refill(mesh, pool, queue, slots, place(status.num_taken))
                 slots, status = _fetch(refilled)
     # Without a reader, all tokens are handed over at once.
-    outputs = jax.tree.map(lambda part: part[:num_rows], sharding.to_host(outputs))
+    outputs = jax.tree.map(lambda part: part[queues.places], sharding.to_host(outputs))
     if not tracker.needs_tokens:
         new_tokens = np.full_like(outputs.tokens, NO_TOKEN)
         for row, count in enumerate(tracker.counts):
@@ -424,9 +447,13 @@ def _first_outputs(
     outputs = slot_ops.empty_outputs(mesh, rows, config.max_new_tokens, routing)
     if request.outputs is None:
         return outputs
-    padding = ((0, rows - len(request.limits)), (0, 0))
-    parts = (part for part in request.outputs if part is not None)
-    return Outputs(*(_place(mesh, np.pad(part, padding)) for part in parts))
+
+    def placed(part: Any) -> Array:
+        padded = np.zeros((rows, *part.shape[1:]), part.dtype)
+        padded[queues.places] = part
+        return _place(mesh, padded)
+
+    return Outputs(*(placed(part) for part in request.outputs if part is not None))
 
 
 def _fetch(result: tuple[Slots, SegmentStatus]) -> tuple[Slots, SegmentStatus]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from tpu_rl import ranges
@@ -150,6 +150,10 @@ class SamplerConfig(ranges.Checked):
     prompt_length: Count | None = None
     """Columns reserved for prompts. The default is the length of the longest prompt, rounded up to
     a power of two. With a fixed number, programs are compiled only once."""
+    shapes_of: Annotated[tuple[int, int] | None, Needs("prompt_length")] = None
+    """(prompts, completions of each): run the programs of a call of this size, with its slots, its
+    pools and its outputs. More rows are sampled in several parts. The default is the call's own
+    size."""
     segments: SegmentConfig = SegmentConfig()
     speculation: Speculation = Speculation()
     record_routing: bool = False
@@ -178,3 +182,22 @@ class SamplerConfig(ranges.Checked):
     def greedy(self) -> bool:
         """True if the most likely token is always taken."""
         return self.temperature == 0
+
+    def of_programs(self) -> SamplerConfig:
+        """Return the settings that decode programs depend on, equal for calls that share them.
+
+        The others are in the shapes of arrays. Greedy programs are those of temperature 1, of which
+        each call says whether it is greedy. Look-up drafts read groups.
+        """
+        return replace(
+            self,
+            max_new_tokens=1,
+            temperature=self.temperature or 1.0,
+            samples_per_prompt=self.samples_per_prompt if self.speculation.tokens else 1,
+            pad_id=0,
+            max_num_seqs=1,
+            prompt_length=None,
+            shapes_of=None,
+            segments=SegmentConfig(self.segments.steps),
+            record_routing=False,
+        )

@@ -272,7 +272,7 @@ class ConversationSampler:
         policy, params = self._weights_of(names)
         self._slots, self._outputs, status = decode_loop.decode_segment(
             policy,
-            self._config,
+            self._config.of_programs(),
             self._mesh,
             params,
             None,
@@ -280,6 +280,7 @@ class ConversationSampler:
             self._slots,
             self._place(np.zeros(self._devices, np.int32)),
             self._outputs,
+            greedy=np.bool_(self._config.greedy),
         )
         length, live = jax.device_get((status.length, status.live))
         if self._on_segment is not None:
@@ -442,7 +443,7 @@ class ConversationSampler:
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), self._num_slots)
         self._slots = slot_ops.empty_slots(
             self._policy,
-            self._config,
+            self._config.of_programs(),
             self._params,
             self._place(keys),
             self._max_length,

@@ -56,6 +56,7 @@ def decode_segment(
     num_taken: Array,
     outputs: Outputs,
     draft: Draft | None = None,
+    greedy: Array | bool = False,
 ) -> tuple[Slots, Outputs, SegmentStatus]:
     """Decode at most `config.segments.steps` steps.
 
@@ -64,7 +65,8 @@ def decode_segment(
     taken slots before. The segment then also ends when all queues are empty, or when the queue of a
     device is empty that has rows for another pool.
 
-    With a draft, the cache of the slots is a `speculation.SpeculativeCache`.
+    With a draft, the cache of the slots is a `speculation.SpeculativeCache`. `config` is
+    `SamplerConfig.of_programs`, and `greedy` [] bool takes the most likely tokens.
     """
 
     def should_decode(carry: _Carry) -> Array:
@@ -72,11 +74,13 @@ def decode_segment(
 
     def decode_step(carry: _Carry) -> _Carry:
         if draft is None:
-            slots, outputs = _decode_step(policy, config, mesh, params, carry.slots, carry.outputs)
+            slots, outputs = _decode_step(
+                policy, config, mesh, params, carry.slots, carry.outputs, greedy
+            )
             return _Carry(carry.steps + 1, slots, outputs, None)
         assert carry.draft_counts is not None
         slots, outputs, draft_counts = speculation.decode_step(
-            policy, draft, config, mesh, params, carry.slots, carry.outputs
+            policy, draft, config, mesh, params, carry.slots, carry.outputs, greedy
         )
         return _Carry(carry.steps + 1, slots, outputs, carry.draft_counts + draft_counts)
 
@@ -121,6 +125,7 @@ def _decode_step(
     params: Params,
     slots: Slots,
     outputs: Outputs,
+    greedy: Array | bool,
 ) -> tuple[Slots, Outputs]:
     """Read the last token of every live row and sample its next. Other rows do not change."""
     live = slots.live.astype(jnp.int32)
@@ -129,7 +134,7 @@ def _decode_step(
     branch = jnp.where(slots.live, 0, UNREAD)[:, None]
     logits, cache = policy.extend(params, slots.cache, last_token, position, branch, live)
     logits = logits[:, 0].astype(jnp.float32)
-    uniform = uniforms(slots.key, slots.length)
+    uniform = uniforms(slots.key, slots.length, greedy)
     sampled = sample_tokens(logits, uniform, config, slots.seen, exact=policy.exact)
     # A column beyond the end is dropped.
     columns = outputs.tokens.shape[1]

@@ -30,27 +30,41 @@ class DeviceQueues:
         rows = np.arange(len(request.limits))
         self.request = request
         self.devices = slots.device_count(mesh)
-        self.rows_per_device = _ceil_div(len(rows), self.devices)
-        """Rows of a device's outputs."""
-        self.slots_per_device = _ceil_div(min(config.max_num_seqs, len(rows)), self.devices)
+        prompts, self._group_size = config.shapes_of or (
+            len(request.prompts.lengths),
+            request.group_size,
+        )
+        num_rows = prompts * self._group_size
+        self.rows_per_device = _ceil_div(num_rows, self.devices)
+        """Rows of a device's outputs, of which the call may have fewer."""
+        self.slots_per_device = _ceil_div(min(config.max_num_seqs, num_rows), self.devices)
+        self._own_rows = _ceil_div(len(rows), self.devices)
+        device, row = np.divmod(rows, self._own_rows)
+        self.places = device * self.rows_per_device + row
+        """[N] int: each row's index in the outputs of all devices."""
         self._is_resumed = request.num_sampled > 0
         self._prompt_of_context = np.arange(len(request.contexts.lengths))
         self._prompt_of_context[request.context] = rows // request.group_size
         self._orders: list[np.ndarray] = []
         """Of each device, its rows in the order in which they take slots."""
         for device in range(self.devices):
-            start = device * self.rows_per_device
-            block = rows[start : start + self.rows_per_device]
+            block = rows[device * self._own_rows : (device + 1) * self._own_rows]
             order = block[np.lexsort((-request.limits[block], ~self._is_resumed[block]))]
             self._orders.append(order[~request.ended[order]])
 
         prompt_width = request.prompts.tokens.shape[1]
         context_width = request.contexts.tokens.shape[1]
-        prompts_per_device = _ceil_div(len(request.prompts.lengths), self.devices)
+        prompts_per_device = _ceil_div(prompts, self.devices)
         most_prompts = min(self.slots_per_device, prompts_per_device)
         most_contexts = max(1, most_prompts * prompt_width // context_width)
         # All pools of a kind have the same size, so that one program serves them all.
         self._prompts_per_pool = self._pool_size(~self._is_resumed, self.slots_per_device)
+        if config.shapes_of is not None:
+            prompt = np.arange(num_rows) // self._group_size
+            starts = range(0, num_rows, self.rows_per_device)
+            blocks = [prompt[start : start + self.rows_per_device] for start in starts]
+            most = max(len(np.unique(block)) for block in blocks)
+            self._prompts_per_pool = _even_part(most, self.slots_per_device)
         self._contexts_per_pool = self._pool_size(self._is_resumed, most_contexts)
 
         all_slots = self.slots_per_device * self.devices
@@ -80,8 +94,7 @@ class DeviceQueues:
             # quarter, to one of few numbers, so that few programs are compiled.
             step = max(1, 1 << (contexts.bit_length() - 3))
             contexts = _ceil_div(contexts, step) * step
-        pools = _ceil_div(contexts, most)
-        return _ceil_div(contexts, pools)
+        return _even_part(contexts, most)
 
     def _one_by_one(self, order: np.ndarray) -> np.ndarray:
         """Reorder rows so that those of a prompt are decoded one after another.
@@ -108,7 +121,7 @@ class DeviceQueues:
 
         `rows` has equally many entries for each device. An index that is no row becomes the last.
         """
-        starts = np.arange(self.devices) * self.rows_per_device
+        starts = np.arange(self.devices) * self._own_rows
         start = np.repeat(starts, len(rows) // self.devices)
         return np.minimum(start + rows, len(self.request.limits) - 1)
 
@@ -139,7 +152,7 @@ class DeviceQueues:
         if any(is_resumed):
             most = self._contexts_per_pool
             table = request.contexts
-        entries = min(self.rows_per_device, most * request.group_size)
+        entries = min(self.rows_per_device, most * self._group_size)
         contexts = np.zeros((self.devices, most), int)
         is_context = np.zeros((self.devices, most), bool)
         rows = np.zeros((self.devices, entries), np.int32)
@@ -156,13 +169,13 @@ class DeviceQueues:
             rows[device, :count] = order[:count]
             self._sizes[device] = count
         flat_rows = rows.reshape(-1)
-        start = np.repeat(np.arange(self.devices) * self.rows_per_device, entries)
+        start = np.repeat(np.arange(self.devices) * self._own_rows, entries)
         queue = Queue(
             row=np.maximum(flat_rows - start, 0).astype(np.int32),
             context=context.reshape(-1),
             num_sampled=request.num_sampled[flat_rows],
             limit=request.limits[flat_rows],
-            key=request.keys[flat_rows],
+            key=request.keys(flat_rows),
             size=self._sizes.copy(),
             has_more=self.num_waiting(self._sizes) > 0,
         )
@@ -176,6 +189,11 @@ class DeviceQueues:
         shared = np.where(self.is_context, request.prompts.lengths[prompt], 0)
         prompts = np.stack([prompt, shared], axis=1).astype(np.int32)
         return PoolContexts(table.tokens[self.contexts], lengths, prompts), queue
+
+
+def _even_part(contexts: int, most: int) -> int:
+    """Return the contexts of each of the fewest pools that hold them all, `most` in each."""
+    return _ceil_div(contexts, _ceil_div(contexts, most))
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.errors import InputError
@@ -56,8 +55,10 @@ class DecodeRequest(NamedTuple):
     """[N] int: index of each row's context."""
     limits: np.ndarray
     """[N] int32: length limit of each completion."""
-    keys: Array
-    """[N] keys."""
+    key_data: np.ndarray
+    """[N, n] uint32: the data of the rows' keys."""
+    key_impl: Any
+    """Their kind."""
     max_length: int
     """Largest number of tokens in a row: prompt columns and `max_new_tokens`."""
     max_cache_length: int
@@ -73,6 +74,11 @@ class DecodeRequest(NamedTuple):
     """[N] int32: of resumed rows, the optimizer step of their first token."""
     outputs: Outputs | None
     """[N, max_new_tokens]: the resumed completions. None if all rows are new."""
+
+    def keys(self, rows: np.ndarray) -> Array:
+        """Return the [B] keys of rows [B]."""
+        data: Any = self.key_data[rows]
+        return jax.random.wrap_key_data(data, impl=self.key_impl)
 
 
 def make_request(
@@ -115,13 +121,17 @@ def make_request(
     _check_logit_bias(policy, params, config)
     _check_routing(policy, params, config, is_resumed=any(resumed))
     max_length = padded_prompts.tokens.shape[1] + config.max_new_tokens
+    # As many keys as the programs have rows, so that one program makes those of every part.
+    most = rows if config.shapes_of is None else max(rows, math.prod(config.shapes_of))
+    keys = row_keys(key, np.resize(row_ids, most))
     request = DecodeRequest(
         prompts=padded_prompts,
         group_size=group_size,
         contexts=padded_prompts,
         context=np.repeat(np.arange(len(prompts)), group_size),
         limits=limits,
-        keys=row_keys(key, row_ids),
+        key_data=np.array(jax.random.key_data(keys))[:rows],
+        key_impl=jax.random.key_impl(keys),
         max_length=max_length,
         max_cache_length=max_length,
         num_sampled=np.zeros(rows, np.int32),
@@ -218,7 +228,6 @@ def _with_resumed(
     )
     prompts = [row[:length].tolist() for row, length in zip(*request.prompts, strict=True)]
     contexts = list(prompts)
-    key_data = np.array(jax.random.key_data(request.keys))
     for row, completion in enumerate(resumed):
         if completion is None:
             continue
@@ -234,7 +243,7 @@ def _with_resumed(
         outputs.tokens[row, :count] = completion.tokens
         outputs.log_probs[row, :count] = completion.log_probs
         outputs.behaviour_log_probs[row, :count] = completion.behaviour_log_probs
-        key_data[row] = completion.birth_key
+        request.key_data[row] = completion.birth_key
         request.policy_step[row] = completion.policy_step
         request.num_sampled[row] = count
         request.ended[row] = completion.ended
@@ -250,10 +259,8 @@ def _with_resumed(
     width = prompt_width
     while width < max(map(len, contexts)):
         width *= 2
-    keys = jax.random.wrap_key_data(jnp.asarray(key_data), impl=jax.random.key_impl(request.keys))
     return request._replace(
         contexts=_pad(contexts, min(width, max_cache_length), config.pad_id),
-        keys=keys,
         max_cache_length=max_cache_length,
         outputs=outputs,
     )

@@ -134,6 +134,7 @@ def decode_step(
     params: Params,
     slots: Slots,
     outputs: Outputs,
+    greedy: Array | bool,
 ) -> tuple[Slots, Outputs, Array]:
     """Sample 1 to k + 1 tokens for every live row. Other rows do not change.
 
@@ -146,8 +147,8 @@ def decode_step(
     live = slots.live[:, None]
 
     # Propose a draft.
-    uniform = jax.vmap(uniforms, in_axes=(None, 1), out_axes=1)(
-        slots.key, slots.length[:, None] + ahead
+    uniform = jax.vmap(uniforms, in_axes=(None, 1, None), out_axes=1)(
+        slots.key, slots.length[:, None] + ahead, greedy
     )
     inputs = DraftInputs(
         text=text,

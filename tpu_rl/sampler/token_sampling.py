@@ -41,19 +41,24 @@ def row_keys(key: Array, row_ids: Any) -> Array:
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(row_ids, jnp.uint32))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, np.asarray(row_ids, np.uint32))
 
 
-def uniforms(keys: Array, positions: Array) -> Array:
+GREEDY = -1.0
+"""In place of a uniform number: take the most likely token."""
+
+
+def uniforms(keys: Array, positions: Array, greedy: Any = False) -> Array:
     """Return [B] uniform numbers in [0, 1), with which tokens at `positions` [B] are sampled.
 
-    `keys` [B] are row keys. The result depends on nothing else.
+    `keys` [B] are row keys. The result depends on nothing else. If `greedy`, a bool or a [] array,
+    is True, all are `GREEDY`.
     """
 
     def uniform(key: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, position))
 
-    return jax.vmap(uniform)(keys, positions)
+    return jnp.where(greedy, GREEDY, jax.vmap(uniform)(keys, positions))
 
 
 # --- one token ---
@@ -71,48 +76,53 @@ def sample_tokens(
 
     Args:
         logits: [B, V] float32.
-        uniform: [B] float32 in [0, 1).
-        config: temperature, truncation, repetition penalty and bias.
+        uniform: [B] float32 in [0, 1), or `GREEDY` for rows that take the most likely token, the
+            first of several.
+        config: temperature, truncation, repetition penalty and bias. With a temperature of 0, all
+            rows are greedy.
         seen: [B, V] bool, True for the tokens that the repetition penalty applies to. Required if
             there is a penalty.
         exact: see `types.Role`.
 
     Returns:
         (token, log_prob, behaviour_log_prob), each [B]. `log_prob` is the log-probability over the
-        full vocabulary at the sampling temperature, without penalty and bias; if greedy, it is that
-        of the unscaled logits. `behaviour_log_prob` is the log-probability under the distribution
-        sampled from: with penalty and bias, truncated and renormalized; if greedy, it is 0.
+        full vocabulary at the sampling temperature, without penalty and bias.
+        `behaviour_log_prob` is the log-probability under the distribution sampled from: with
+        penalty and bias, truncated and renormalized; of greedy rows it is 0.
     """
-    scale = 1.0 if config.greedy else config.temperature
+    scale = config.temperature or 1.0
+    is_greedy = (uniform < 0) | config.greedy
+
+    def drawn(mass: Array, below_max: Array) -> Array:
+        # The largest alone have mass, and the number 0 finds the first.
+        return jnp.where(is_greedy[:, None] & (below_max < 0), 0.0, mass)
+
     below_max, below_max_at = _below_max(logits, scale)
     mass = jnp.exp(below_max)
-    block_mass = _block_masses(mass)
-    # Not a sum of `block_mass`, whose last bits depend on the number of rows.
+    # Not a sum of masses of blocks, whose last bits depend on the number of rows.
     log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
     changed_logits = penalize(logits, config, seen)
     changed = below_max
     changed_at = below_max_at
     if changed_logits is not logits:
         changed, changed_at = _below_max(changed_logits, scale)
-    if config.greedy:
-        # The first of the largest logits; jnp.argmax is slower on a CPU. NaN equals nothing, so
-        # that the default keeps the result within the vocabulary.
-        vocabulary = logits.shape[-1]
-        ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
-        token = jnp.min(jnp.where(changed == 0, ids, vocabulary - 1), axis=-1)
-        return token, below_max_at(token[:, None])[:, 0] - log_total, jnp.zeros_like(log_total)
+    uniform = jnp.where(is_greedy, 0.0, uniform)
     changed_mass = mass if changed is below_max else jnp.exp(changed)
     truncated_mass = truncate(changed_mass, config)
     if truncated_mass is mass:
-        token = _invert(
-            block_mass, lambda ids: jnp.exp(below_max_at(ids)), uniform, logits.shape[-1]
-        )
+
+        def mass_of(ids: Array) -> Array:
+            return drawn(jnp.exp(below_max_at(ids)), below_max_at(ids))
+
+        block_mass = _block_masses(drawn(mass, below_max))
+        token = _invert(block_mass, mass_of, uniform, logits.shape[-1])
         log_prob = below_max_at(token[:, None])[:, 0] - log_total
-        return token, log_prob, log_prob
-    token = invert_cdf(truncated_mass, uniform)[:, None]
+        return token, log_prob, jnp.where(is_greedy, 0.0, log_prob)
+    token = invert_cdf(drawn(truncated_mass, changed), uniform)[:, None]
     truncated_log_total = jnp.log(jnp.sum(truncated_mass, axis=-1))
     log_prob = below_max_at(token)[:, 0] - log_total
-    return token[:, 0], log_prob, changed_at(token)[:, 0] - truncated_log_total
+    behaviour_log_prob = changed_at(token)[:, 0] - truncated_log_total
+    return token[:, 0], log_prob, jnp.where(is_greedy, 0.0, behaviour_log_prob)
 
 
 def _below_max(logits: Array, scale: float) -> tuple[Array, Callable[[Array], Array]]:

@@ -22,8 +22,7 @@ from tpu_rl import data, rewards
 from tpu_rl.data import Row
 from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
 from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
-from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.rows import label_flips
+from tpu_rl.experience.config import FLIPPED, BatchConfig
 from tpu_rl.experience.sources import pairs
 from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.text_log_probs import announce
@@ -113,7 +112,7 @@ def describe(row: Row, times_trained: Mapping[int, int]) -> dict[str, Any]:
     line = {"row": row["row"], "times": times_trained.get(row["row"], 0)}
     for name in ("prompt", "chosen", "rejected"):
         line[name] = rewards.text_of(row[name])[:MAX_CHARACTERS]
-    return line | {name: row[name] for name in ("slice", label_flips.COLUMN) if name in row}
+    return line | {name: row[name] for name in ("slice", FLIPPED) if name in row}
 
 
 def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:

@@ -630,15 +630,17 @@ def is_occupied(batch: Any) -> jax.Array:
 
 
 @jax.jit
-def empty_rows(source: jax.Array) -> jax.Array:
-    """Return the share of packed rows without a token in the micro-batches that are computed.
+def occupancy(source: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the share of packed rows without a token in the micro-batches that are computed, and
+    the number of tokens.
 
     `source` is that of `Layout`, [M, K, R, S].
     """
     has_tokens = jnp.any(source >= 0, -1)
     is_computed = jnp.any(has_tokens, -1, keepdims=True)
     empty = jnp.sum(is_computed & ~has_tokens)
-    return empty / jnp.maximum(jnp.sum(is_computed) * source.shape[-2], 1)
+    rows = jnp.maximum(jnp.sum(is_computed) * source.shape[-2], 1)
+    return empty / rows, jnp.sum(source >= 0)
 
 
 def over_micro_batches(function: Callable[[Any], Any], batch: Any) -> Any:

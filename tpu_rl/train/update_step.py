@@ -277,6 +277,7 @@ def has_weight(batch: Any) -> Array:
     return jnp.stack([jnp.any(leaf != 0) for leaf in weights]).any()
 
 
+@jax.jit
 def minibatch(batch: Any, index: int) -> Any:
     """Return the [K, R, S] slice of a [M, K, R, S] batch that one optimizer step learns from."""
     return jax.tree.map(lambda leaf: leaf[index], batch)

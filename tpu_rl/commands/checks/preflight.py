@@ -429,12 +429,19 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             )
         if spec.kind is not QExamples:
             require_full_batch(train, config.batch.prompts)
+        sample = data.sample(train)
+        if sample is not train:
+            print(
+                f"note: of {len(train):,} training rows, {len(sample):,} are checked now, and "
+                "each of the others when it is drawn",
+                file=sys.stderr,
+            )
         is_prompt_all = not config.converses
         warnings += files.warnings(train, held_out, compares_prompts=is_prompt_all)
         first_rows += train[:1]
         if _learns_messages(stage):
             # Only conversations of several turns show whether a template rewrites earlier ones.
-            several = (row for row in train[1:] if _has_several_answers(row))
+            several = (row for row in data.sample(train)[1:] if _has_several_answers(row))
             first_rows += itertools.islice(several, 1)
     return first_rows, warnings
 

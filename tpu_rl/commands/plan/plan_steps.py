@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl import models, tokenizers
+from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands.config import ExperimentConfig, Stage
 from tpu_rl.commands.plan import known_models
@@ -29,7 +30,8 @@ from tpu_rl.commands.roles import Language, RunContext
 from tpu_rl.commands.sources import of_q_examples
 from tpu_rl.data.encoding import bucket
 from tpu_rl.errors import InputError
-from tpu_rl.experience.layout import experience_sharding, layout_of, longest_texts
+from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.layout import experience_sharding, layout_of
 from tpu_rl.models.decoder import axes
 from tpu_rl.models.policy import Select
 from tpu_rl.plain_values import replace_strings
@@ -50,11 +52,16 @@ from tpu_rl.rollout.weights import reshard_for_sampling
 from tpu_rl.sampler import Speculation
 from tpu_rl.train import sharding, update_step
 from tpu_rl.types import (
+    Completions,
     Demonstrations,
     Experience,
     Layout,
     Model,
+    Pairs,
     Params,
+    QExamples,
+    Rollout,
+    ScoredCompletions,
     TrainState,
 )
 
@@ -220,7 +227,13 @@ def _calls_to_evaluate(planned: StagePlan) -> list[SamplerCall]:
     if not answers(context, stage):
         return []
     decoding = compose.evaluation_decoding(context, stage)
-    return [_call(planned, " of evaluations", decoding, context.config.evaluation.rows, 0)]
+    problems = context.config.evaluation.rows
+    shapes = compose.evaluation_shapes(context, stage, problems)
+    if shapes is not None:
+        problems, group_size = shapes
+        sampler_config = replace(decoding.config, samples_per_prompt=group_size)
+        decoding = replace(decoding, config=sampler_config)
+    return [_call(planned, " of evaluations", decoding, problems, 0)]
 
 
 def _call(
@@ -404,3 +417,41 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placement)
 
     return layout, jax.tree.map(shape_of, Experience(data, layout))
+
+
+def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: ExperienceSpec) -> Any:
+    """Return host arrays of a batch in which every text has full length.
+
+    Completions that are compared are cut to what a packed row holds.
+    """
+    kind = spec.kind
+    prompt_tokens = sampling.max_prompt_tokens
+    new_tokens = sampling.max_new_tokens
+    members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size + spec.rows_added)
+    if kind in (Pairs, ScoredCompletions):
+        prompts = 1 if batch.share_prefixes else members
+        new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // members)
+    shape = (batch.prompts * members, prompt_tokens + sampling.max_new_tokens)
+    tokens = np.zeros(shape, np.int32)
+    floats = np.zeros(shape, np.float32)
+    mask = np.zeros(shape, bool)
+    mask[:, prompt_tokens : prompt_tokens + new_tokens] = True
+    group = np.repeat(np.arange(batch.prompts, dtype=np.int32), members)
+    flags = np.zeros(len(group), bool)
+    steps = np.zeros_like(group)
+    keys = np.zeros((len(group), 2), np.uint32)
+    value = None if spec.prompt_value is None else floats[:, 0]
+    rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
+    source = np.zeros(len(group), np.int8) if spec.rows_added else None
+    tree = (np.arange(len(group), dtype=np.int32), steps) if spec.texts else (None, None)
+    top = (*shape, spec.served[1]) if spec.served else ()
+    served = (np.zeros(top, np.int32), np.zeros(top, np.float32)) if top else ()
+    fields: dict[type, tuple[Any, ...]] = {
+        Rollout: (*rollout, *tree, None, value, source),
+        Demonstrations: (tokens, mask, group, floats),
+        Completions: (tokens, mask, group, flags, None, *served),
+        Pairs: (tokens, mask, group, flags, floats[:, 0], floats),
+        ScoredCompletions: (tokens, mask, group, floats[:, 0]),
+        QExamples: (tokens, mask, group, floats),
+    }
+    return kind(*fields[kind])

@@ -91,8 +91,8 @@ def compare_or_write(
     `current` has the digests of the rows. Returns the fingerprints of the rows that the run had
     before accepted changes.
     """
-    name = "_".join([spec.kind.__name__, *spec.columns, *["judged"] * spec.graded]).lower()
-    path = run_dir / "data" / f"{name}.npz"
+    path = digests_file(run_dir, spec)
+    name = path.stem
     checkpoint = newest_checkpoint(run_dir)
     previous = read(path) if path.exists() and checkpoint >= 0 else None
     is_same = previous is not None and previous.fingerprint == current.fingerprint
@@ -106,6 +106,19 @@ def compare_or_write(
     if not is_same:
         write(path, current)
     return earlier_fingerprints(run_dir, name)
+
+
+def digests_file(run_dir: Path, spec: ExperienceSpec) -> Path:
+    """Return the file with the digests of the rows that a stage learns from."""
+    name = "_".join([spec.kind.__name__, *spec.columns, *["judged"] * spec.graded]).lower()
+    return run_dir / "data" / f"{name}.npz"
+
+
+def is_read_in_full(run_dir: Path, spec: ExperienceSpec) -> bool:
+    """Return True if a run is resumed whose digests are about the values of all its rows."""
+    path = digests_file(run_dir, spec)
+    has_begun = path.exists() and newest_checkpoint(run_dir) >= 0
+    return has_begun and not read(path).fingerprint.startswith(data.OF_BYTES)
 
 
 def describe_change(previous: np.ndarray, current: np.ndarray) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData, FlipConfig
 from tpu_rl.experience.rows import dataset_identity
 from tpu_rl.rollout import prompts
+from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
 
@@ -68,6 +69,7 @@ def make_stream(
         num_held_out=num_held_out,
         max_prompt_tokens=max_prompt_tokens,
         rows_in_checkpoints=rows_in_checkpoints,
+        in_full=processes.from_first(lambda: dataset_identity.is_read_in_full(run_dir, spec)),
     )
     if task_of(data_config) is not None:
         return data.stream(rows, seed, batch_size)
@@ -92,17 +94,23 @@ def usable_rows(
     num_held_out: int,
     max_prompt_tokens: int,
     rows_in_checkpoints: bool = False,
+    in_full: bool = False,
 ) -> Rows:
-    """Return the training rows that `make_stream` streams. The arguments are those."""
+    """Return the training rows that `make_stream` streams. The arguments are those.
+
+    `in_full` reads all rows of large files before, as runs of earlier versions did.
+    """
     if task_of(data_config) is not None:
         return train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
     rows = file_rows(data_config, spec, num_held_out)[0]
+    if in_full:
+        rows = data.StoredRows(data.ReadInFull([rows]))
     if spec.kind is not Demonstrations and "prompt" in rows[0]:
         rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
     if data_config.weights:
         data.rows_of_parts(rows, len(data_config.weights))
     if rows_in_checkpoints:
-        require_json(rows)
+        require_json(data.sample(rows))
     return rows
 
 
@@ -186,11 +194,29 @@ def _with_prompt(row: Row) -> Row:
 def drop_misfits(
     rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> Sequence[Row]:
-    """Return the rows whose prompts are short enough; print a warning if others are dropped."""
-    fitting, message = prompts.drop_misfits(rows, tokenizer, max_prompt_tokens)
-    if message:
-        print(f"warning: {message}", file=sys.stderr)
-    return fitting
+    """Return the rows whose prompts are short enough; print a warning if others are dropped.
+
+    Of rows that are checked when they are drawn, the next one takes the place of such a row.
+    """
+    sample = data.sample(rows)
+    fitting, message = prompts.drop_misfits(sample, tokenizer, max_prompt_tokens)
+    if sample is rows:
+        if message:
+            print(f"warning: {message}", file=sys.stderr)
+        return fitting
+
+    def fits(row: Row, index: int) -> bool:
+        length = tokenizer.row_length(row)
+        if 0 < length <= max_prompt_tokens:
+            return True
+        _warn_once(
+            f"{data.where_of(rows, index)}: a prompt of {length} tokens, where 1 to "
+            f"{max_prompt_tokens} are allowed: the next row takes its place, here and in further "
+            "such rows"
+        )
+        return False
+
+    return data.StoredRows(data.FirstFitting(rows, fits))
 
 
 def require_json(rows: Sequence[Row]) -> None:
@@ -228,8 +254,6 @@ def file_rows(
     Raises:
         InputError: if no file is given, or a row lacks a column or is not valid.
     """
-    from tpu_rl.experience.rows import label_flips
-
     if files.path is None:
         raise InputError(
             "no data given",
@@ -241,7 +265,7 @@ def file_rows(
         return _chosen_rows(files, spec, num_held_out)
     if files.flip.share:
         rows = file_rows(replace(files, flip=FlipConfig()), spec, num_held_out)
-        return label_flips.flip(files.flip, spec, *rows)
+        return wings.MODULES["label_flips"].flip(files.flip, spec, *rows)
     if files.format == "gsm8k_solutions":
         return solution_rows(files, spec, num_held_out)
     rows = read_rows(files, files.path, spec, files.split)
@@ -348,15 +372,17 @@ def solution_rows(
     `num_held_out`, but a quarter of all at most.
     """
 
+    gsm8k_rows = wings.MODULES["gsm8k_rows"]
+
     def read_problems(path: str, split: str | None) -> list[list[Row]]:
         rows = data.read(
             path, ("question",), split=split, config=files.config, column_names=files.columns
         )
-        return [data.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
+        return [gsm8k_rows.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
 
     def rows_of(problems: list[list[Row]]) -> list[Row]:
         if spec.kind is Pairs and not spec.graded:
-            problems = [data.pair_graded(solutions) for solutions in problems]
+            problems = [gsm8k_rows.pair_graded(solutions) for solutions in problems]
         return [
             _with_instruction(row, files.instruction)
             for solutions in problems
@@ -386,9 +412,10 @@ def read_rows(
         data.read, path, split=split, config=files.config, column_names=files.columns
     )
     if files.format == "gsm8k":
-        rows = read(("question", "answer"), data.gsm8k).map(data.gsm8k)
+        gsm8k_rows = wings.MODULES["gsm8k_rows"]
+        rows = read(("question", "answer"), gsm8k_rows.gsm8k).map(gsm8k_rows.gsm8k)
         if "messages" in spec.columns:
-            rows = rows.map(data.gsm8k_demonstration)
+            rows = rows.map(gsm8k_rows.gsm8k_demonstration)
     elif files.format == "gsm8k_solutions":
         rows = read(("question", "ground_truth"), _graded_problem).map(_graded_problem)
     elif files.format == "code":
@@ -416,7 +443,9 @@ def _has_messages(files: FileData, path: str, split: str | None) -> bool:
 
 
 def _graded_problem(row: Row) -> Row:
-    return data.gsm8k({"question": row["question"], "answer": row["ground_truth"]})
+    return wings.MODULES["gsm8k_rows"].gsm8k(
+        {"question": row["question"], "answer": row["ground_truth"]}
+    )
 
 
 def _with_instruction(row: Row, instruction: str) -> Row:

@@ -8,7 +8,8 @@ from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation.reward_accuracy import column_slices
 from tpu_rl.experience.config import FileData, FlipConfig
-from tpu_rl.experience.rows import label_flips, tasks
+from tpu_rl.experience.rows import tasks
+from tpu_rl.studies import label_flips
 
 PAIRS = ExperienceSpec("pairs", ("prompt", "chosen", "rejected"), sampled_by=None)
 GRADED = ExperienceSpec("pairs", ("prompt", "completion", "label"), sampled_by=None)

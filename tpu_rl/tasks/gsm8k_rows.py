@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpu_rl.data.files import Row
 from tpu_rl.errors import InputError
+
+Row = dict[str, Any]
 
 
 def gsm8k(row: Mapping[str, Any]) -> Row:

@@ -27,9 +27,8 @@ from tpu_rl import data
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
-from tpu_rl.experience.config import FlipConfig
+from tpu_rl.experience.config import FLIPPED, FlipConfig
 
-COLUMN = "label_flipped"
 WHERE = "--data.flip.share"
 
 
@@ -49,7 +48,7 @@ def flip(
     count = 0
     for index in range(len(flipped)):
         with data.naming_row(flipped, index):
-            count += COLUMN in flipped[index]
+            count += FLIPPED in flipped[index]
     if not count:
         raise InputError(
             "no label is flipped",
@@ -63,7 +62,7 @@ def flip(
 
 def count(rows: Sequence[Row]) -> dict[str, int]:
     """Return {"flipped", "rows"} of the rows of `flip`."""
-    return {"flipped": sum(COLUMN in row for row in rows), "rows": len(rows)}
+    return {"flipped": sum(FLIPPED in row for row in rows), "rows": len(rows)}
 
 
 @functools.cache
@@ -119,7 +118,7 @@ def _flipped(config: FlipConfig, label: str, row: Row) -> Row:
         changed = {"label": not row["label"]}
     else:
         changed = {"answer": _wrong(row["answer"])}
-    return row | changed | {COLUMN: True}
+    return row | changed | {FLIPPED: True}
 
 
 def _wrong(answer: Any) -> Any:
