@@ -156,6 +156,64 @@ def test_algorithms_without_old_rollouts_refuse_them():
         config.parse(["arithmetic_mini_llm", "--batch.staleness", "1"])
 
 
+GAME = '''
+import os
+import random
+import time
+from tpu_rl.environments.contract import PlainState
+
+class Game(PlainState):
+    """One to five turns, and notes of all that is asked in a file beside this one."""
+    def reset(self, prompt, seed=0, **row):
+        self.turns = 1 + sum(map(ord, prompt)) % 5
+        self.turn = 0
+        self.name = os.urandom(8).hex()
+        self._note("reset")
+    def _note(self, what):
+        with open(__file__ + ".txt", "a") as file:
+            file.write(f"{self.name} {what} {self.turn}\\n")
+    def step(self, text):
+        self.turn += 1
+        self._note("step")
+        time.sleep(random.choice([0, 0.1]))
+        if self.turn == 3 and self.turns == 4:
+            raise OSError("the network is down")
+        return f"={len(text)};", float(len(text) % 3), self.turn == self.turns, {}
+    def get_reward(self):
+        self._note("reward")
+        return 0.0
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_is_stopped_after_each_step_asks_no_episode_twice(tmp_path: Path):
+    """Its last bits are those of a run that was not stopped, and faults are no rewards."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "game.py").write_text(GAME)
+    digests = {}
+    for name, stops in (("whole", [4]), ("parts", [1, 2, 3, 4])):
+        environment = f"{tmp_path / name / 'game.py'}:Game"
+        for steps in stops:
+            flags = [*TINY, "--environment", environment, "--reward", "--rollout.partial", "2"]
+            flags += ["--evaluation.rows", "0", "--sampling.max-new-tokens", "64"]
+            flags += ["--reward-limits.fault-share", "1", "--batch.row-length", "240"]
+            run_dir = tmp_path / name / "run"
+            assert run_command.main([*flags, f"--steps={steps}", "--run-dir", str(run_dir)]) == 0
+        digests[name] = digest(run_dir)
+        rows = rows_of(run_dir)
+        assert rows[-1]["rollout/stale"] > 0
+        assert rows[-1]["reward/errors"] > 0
+        lines = (run_dir / "samples.jsonl").read_text().splitlines()
+        failed = [sample for sample in map(json.loads, lines) if "error" in sample]
+        assert failed
+        assert all(sample["reward"] is None for sample in failed)
+        asked = (tmp_path / name / "game.py.txt").read_text().splitlines()
+        assert len(set(asked)) == len(asked)
+    assert digests["parts"] == digests["whole"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stale",
