@@ -14,6 +14,7 @@ import pytest
 from tests.fixtures.runs import TINY, digest, rows_of
 from tpu_rl.commands import compose, config
 from tpu_rl.commands import run as run_command
+from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
@@ -21,6 +22,7 @@ from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.experience.sources.partial_rollouts import interleave
 from tpu_rl.rollout import prompts
 from tpu_rl.rollout.scoring import PartialGroup
+from tpu_rl.runtime import processes
 from tpu_rl.sampler import PartialCompletion
 from tpu_rl.types import TrainState
 
@@ -139,6 +141,20 @@ def test_unfinished_groups_are_spread_over_the_devices():
 def test_impossible_settings_are_input_errors(flags, message):
     with pytest.raises(InputError, match=message):
         config.parse([*FLAGS, *flags])
+
+
+def test_environments_whose_episodes_cannot_go_on_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "game.py"
+    file.write_text("class Game:\n    def reset(self): ...\n    def step(self, text): ...\n")
+    flags = [*FLAGS, "--environment-limits.no-isolate", "--environment"]
+    with pytest.raises(InputError, match="episodes of Game cannot go on") as error:
+        preflight.check_environment(config.parse([*flags, f"{file}:Game"]), [])
+    assert "`__getstate__` and `__setstate__`" in error.value.why
+    kept = config.parse([*flags, "multi_attempt"])
+    preflight.check_environment(kept, [])
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(InputError, match="in a run of several processes"):
+        preflight.check_environment(kept, [])
 
 
 def test_rows_that_json_cannot_represent_are_refused():
