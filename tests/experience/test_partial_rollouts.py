@@ -165,6 +165,14 @@ def test_rows_that_json_cannot_represent_are_refused():
     tasks.require_json(rows[:1])
 
 
+def test_a_task_of_pictures_is_refused():
+    settings = config.preset("pictures_grpo").data
+    spec = config.preset("grpo").algorithm.experience
+    arguments = {"seed": 0, "num_held_out": 0, "max_prompt_tokens": 9}
+    with pytest.raises(InputError, match="'images' has a value that a checkpoint cannot contain"):
+        tasks.usable_rows(settings, spec, None, rows_in_checkpoints=True, **arguments)
+
+
 def test_algorithms_without_old_rollouts_refuse_them():
     with pytest.raises(InputError, match="only scored completions go on"):
         config.parse(["arithmetic_sft", "--rollout.partial", "1"])

@@ -12,7 +12,6 @@ it shows where marks are, and their colors. In the environment `picture_look` th
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tpu_rl.environments.contract import PlainState
 from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.verifier import Verifier
@@ -202,13 +200,15 @@ def enlarged(picture: np.ndarray, cells: int, row: int, column: int) -> np.ndarr
     return cell.repeat(cells, 0).repeat(cells, 1)
 
 
-class PictureLook(PlainState):
+class PictureLook:
     """A question about a coarse picture, in which the model looks closely at cells."""
 
     def reset(self, sharp: bytes, cells: int, answer: str, **row: Any) -> None:
         """Take a row of `PicturesSource` with the questions "look"."""
         del row
-        self._sharp = base64.b64encode(sharp).decode()
+        from PIL import Image
+
+        self._sharp = np.asarray(Image.open(io.BytesIO(sharp)))
         self._cells = cells
         self._answer = answer
         self.looked = 0
@@ -224,8 +224,7 @@ class PictureLook(PlainState):
         from PIL import Image
 
         self.looked += 1
-        sharp = np.asarray(Image.open(io.BytesIO(base64.b64decode(self._sharp))))
-        cell = Image.fromarray(enlarged(sharp, self._cells, row, column))
+        cell = Image.fromarray(enlarged(self._sharp, self._cells, row, column))
         return [cell, "\n"], None, False, {}
 
 

@@ -95,7 +95,10 @@ def usable_rows(
 ) -> Rows:
     """Return the training rows that `make_stream` streams. The arguments are those."""
     if task_of(data_config) is not None:
-        return train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+        problems = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+        if rows_in_checkpoints:
+            require_json([problems[0]])  # They have the same columns.
+        return problems
     rows = file_rows(data_config, spec, num_held_out)[0]
     if spec.kind is not Demonstrations and "prompt" in rows[0]:
         rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
