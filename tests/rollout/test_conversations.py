@@ -70,6 +70,11 @@ class Slow(Long):
     def step(self, text):
         time.sleep(0.05 * (hash(text) % 3))
         return super().step(text)
+
+class SlowUneven(Slow, Uneven):
+    def reset(self, answer, **row):
+        super().reset(answer, **row)
+        self.left = 1 + int(answer) % 4
 """
 ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
 
@@ -315,14 +320,18 @@ def test_two_processes_hold_the_conversations_of_one(games, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(games, tmp_path):
+@pytest.mark.parametrize(("name", "flags"), [("Slow", []), ("SlowUneven", ["--rollout.partial=2"])])
+def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(
+    games, tmp_path, name, flags
+):
     """Ten times, at random moments."""
     command = [
         *RUN[:-1],
         "--steps=6",
         "--checkpoint.interval=1",
         "--environment",
-        f"{games}:Slow",
+        f"{games}:{name}",
+        *flags,
         "--sampling.max-new-tokens=96",
         "--evaluation.rows=0",
     ]

@@ -126,6 +126,16 @@ def test_an_episode_goes_on_and_nothing_is_asked_twice(is_killed):
     assert (read, result.reward) == (whole_read, whole.reward)
 
 
+def test_an_environment_lives_until_nobody_goes_on():
+    pool = pool_of(Till)
+    log, _, _ = go_on(pool, None, [add(1)])
+    assert list(pool._lives_in) == [log.pool_id]
+    log.end()
+    assert not pool._lives_in
+    log, _, _ = go_on(pool, None, ["end"])
+    assert not pool._lives_in
+
+
 def test_a_log_is_stored_exactly():
     log, _, _ = go_on(pool_of(Till), None, [add(1), "end"])
     restored = stored(log)

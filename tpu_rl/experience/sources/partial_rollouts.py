@@ -96,7 +96,12 @@ def partial_source(
         unfinished = groups_from_json(state["unfinished"])
         waiting = state["waiting"]
 
-    return Source(draw, get_state, set_state, take_snapshot=freeze)
+    def close() -> None:
+        for group in unfinished:
+            for log in group.logs:
+                log.end()
+
+    return Source(draw, get_state, set_state, close, freeze)
 
 
 def interleave(old: list[PartialGroup], new: list[PartialGroup]) -> list[PartialGroup]:

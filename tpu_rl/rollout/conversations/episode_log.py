@@ -10,6 +10,7 @@ gives a new one the state that came with the last answer (`Reply.saved`).
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -50,6 +51,8 @@ class EpisodeLog:
     """As in `EpisodeOutcomes`."""
     pool_id: int | None = None
     """The number of the episode in this process's pool. None: its environment is not here."""
+    end: Callable[[], None] = lambda: None
+    """Ends its environment in this process, because nobody will go on."""
 
     @property
     def num_tokens(self) -> int:

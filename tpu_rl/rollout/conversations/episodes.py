@@ -254,6 +254,7 @@ class Episodes:
                 restored = self._pool.restore(episode.pool_id, episode.row, state)
                 restoring.append((episode, restored))
             episode.log.pool_id = episode.pool_id
+            episode.log.end = partial(self._pool.release, episode.pool_id)
             reset = partial(
                 self._pool.reset,
                 episode.pool_id,
