@@ -257,11 +257,11 @@ def _converse(
     config = decoding.config
     group_size = config.samples_per_prompt
     local = episodes.local
+    # Conversations that wait for their next turn, episodes that are over, and groups about which
+    # reward functions were asked.
     ready = list(range(len(conversations)))
-    """The conversations whose next turn may begin."""
     over: set[int] = set()
     judged: set[int] = set()
-    """The groups about which reward functions were asked."""
 
     def add_turn(row: int, turn: sampler.Turn) -> None:
         conversations[row].add_turn(turn)
@@ -270,9 +270,10 @@ def _converse(
 
     while len(judged) < rounds.num_groups or not rounds.is_over:
         logged = {row: conversations[row].logged_turn for row in ready}
-        begun = rounds.may_begin([row for row, turn in logged.items() if turn is None])
+        waiting = [row for row in ready if logged[row] is None]
+        begun = rounds.may_begin(waiting)
         live.submit([_next_turn(row, conversations[row], config) for row in begun])
-        ready = [row for row, turn in logged.items() if turn is None and row not in begun]
+        ready = sorted(set(waiting) - set(begun))
         for row, turn in logged.items():
             if turn is not None:
                 add_turn(row, turn)
