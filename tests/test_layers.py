@@ -23,6 +23,7 @@ WINGS = {
     "tasks": "built-in tasks and environments, and adapters to environments of other packages",
     "verifiers": "built-in rewards",
     "sandbox": "the judge of programs",
+    "rollout.conversations": "conversations with environments",
     "serving": "the HTTP server of a policy, and agents that talk to it",
     "tinker": "the Tinker API",
     "report": "report.html",
@@ -86,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"wings", "sampler"},
     "rollout": STATE
     | {
+        "wings",
         "losses.return_distributions",
         "sampler",
         "environments",

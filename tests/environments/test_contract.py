@@ -313,3 +313,29 @@ def test_a_coarse_picture_does_not_tell_the_answer_and_a_look_does():
     assert [len(row["images"]) for row in steps] == [1, 2]
     assert steps[1]["prompt"].count("\ufffc") == 2
     assert steps[1]["completion"].strip() == steps[1]["answer"]
+
+
+# --- states of episodes that go on ---
+
+
+@pytest.mark.parametrize(
+    "state", [None, {"a": (1,)}, {1: 2}, {"a": float("nan")}, {"a": {1}}, {"a": np.zeros(2)}]
+)
+def test_a_state_that_json_would_change_is_refused(state):
+    class Environment:
+        def __getstate__(self):
+            return state
+
+    with pytest.raises(ValueError, match="`__getstate__` returned"):
+        contract.saved_state(Environment())
+
+
+def test_a_saved_state_is_a_copy():
+    class Environment(contract.PlainState):
+        def __init__(self):
+            self.seen = [1, 1.5, "a", None, True, {"b": []}]
+
+    environment = Environment()
+    saved = contract.saved_state(environment)
+    environment.seen.append(2)
+    assert saved == {"seen": [1, 1.5, "a", None, True, {"b": []}]}

@@ -210,6 +210,52 @@ def test_slow_tools_make_nobody_wait(pool, tool):
     assert time.monotonic() - began < 1.0, "one after the other they take 12.8 s"
 
 
+def test_an_episode_goes_on_in_another_pool(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        textwrap.dedent('''
+        from tpu_rl.environments.contract import PlainState
+        class Sum(PlainState):
+            def __init__(self):
+                self.seen = []
+            def reset(self, **row):
+                self.total = 0
+            def add(self, number: int) -> str:
+                """Add.
+
+                Args:
+                    number: The number.
+                """
+                self.total += number
+                self.seen.append(number)
+                return str(self.total)
+            def get_reward(self):
+                return float(self.total)
+        class Bare:
+            def reset(self, **row):
+                pass
+        ''')
+    )
+    pools = [EnvironmentPool(f"{file}:Sum", EnvironmentLimits(workers=1)) for _ in range(2)]
+    pools[0].require_resumable()
+    assert pools[0].reset(0, {}, saves=True).result().saved == {"seen": [], "total": 0}
+    reply = pools[0].call(0, [("add", {"number": 3})]).result()
+    assert reply.saved == {"seen": [3], "total": 3}
+    assert pools[0].reset(1, {}).result().saved is None
+    # An instance that other episodes have used gives nothing to this one.
+    pools[1].reset(7, {}).result()
+    pools[1].call(7, [("add", {"number": 50})]).result()
+    pools[1].release(7)
+    assert not pools[1].restore(7, {}, reply.saved).result().fault
+    reply = pools[1].call(7, [("add", {"number": 4})]).result()
+    assert (reply.results[0].content, reply.saved) == ("7", {"seen": [3, 4], "total": 7})
+    assert pools[1].reward(7).result().reward == 7
+    with pytest.raises(InputError, match="episodes of Bare cannot go on in the next step"):
+        EnvironmentPool(f"{file}:Bare", EnvironmentLimits(isolate=False)).require_resumable()
+    for pool in pools:
+        pool.close()
+
+
 def test_rows_select_their_class(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

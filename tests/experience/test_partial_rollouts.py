@@ -14,6 +14,7 @@ import pytest
 from tests.fixtures.runs import TINY, digest, rows_of
 from tpu_rl.commands import compose, config
 from tpu_rl.commands import run as run_command
+from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
@@ -21,6 +22,7 @@ from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.experience.sources.partial_rollouts import interleave
 from tpu_rl.rollout import prompts
 from tpu_rl.rollout.scoring import PartialGroup
+from tpu_rl.runtime import processes
 from tpu_rl.sampler import PartialCompletion
 from tpu_rl.types import TrainState
 
@@ -141,6 +143,20 @@ def test_impossible_settings_are_input_errors(flags, message):
         config.parse([*FLAGS, *flags])
 
 
+def test_environments_whose_episodes_cannot_go_on_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "game.py"
+    file.write_text("class Game:\n    def reset(self): ...\n    def step(self, text): ...\n")
+    flags = [*FLAGS, "--environment-limits.no-isolate", "--environment"]
+    with pytest.raises(InputError, match="episodes of Game cannot go on") as error:
+        preflight.check_environment(config.parse([*flags, f"{file}:Game"]), [])
+    assert "`__getstate__` and `__setstate__`" in error.value.why
+    kept = config.parse([*flags, "multi_attempt"])
+    preflight.check_environment(kept, [])
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(InputError, match="in a run of several processes"):
+        preflight.check_environment(kept, [])
+
+
 def test_rows_that_json_cannot_represent_are_refused():
     rows = [{"prompt": "a", "when": "1 May"}, {"prompt": "b", "when": datetime.date(2026, 5, 1)}]
     with pytest.raises(InputError, match="'when'") as error:
@@ -149,11 +165,77 @@ def test_rows_that_json_cannot_represent_are_refused():
     tasks.require_json(rows[:1])
 
 
+def test_a_task_of_pictures_is_refused():
+    settings = config.preset("pictures_grpo").data
+    spec = config.preset("grpo").algorithm.experience
+    arguments = {"seed": 0, "num_held_out": 0, "max_prompt_tokens": 9}
+    with pytest.raises(InputError, match="'images' has a value that a checkpoint cannot contain"):
+        tasks.usable_rows(settings, spec, None, rows_in_checkpoints=True, **arguments)
+
+
 def test_algorithms_without_old_rollouts_refuse_them():
     with pytest.raises(InputError, match="only scored completions go on"):
         config.parse(["arithmetic_sft", "--rollout.partial", "1"])
     with pytest.raises(InputError, match="of the latest policy alone"):
         config.parse(["arithmetic_mini_llm", "--batch.staleness", "1"])
+
+
+GAME = '''
+import os
+import random
+import time
+from tpu_rl.environments.contract import PlainState
+
+class Game(PlainState):
+    """One to five turns, and notes of all that is asked in a file beside this one."""
+    def reset(self, prompt, seed=0, **row):
+        self.turns = 1 + sum(map(ord, prompt)) % 5
+        self.turn = 0
+        self.name = os.urandom(8).hex()
+        self._note("reset")
+    def _note(self, what):
+        with open(__file__ + ".txt", "a") as file:
+            file.write(f"{self.name} {what} {self.turn}\\n")
+    def step(self, text):
+        self.turn += 1
+        self._note("step")
+        time.sleep(random.choice([0, 0.1]))
+        if self.turn == 3 and self.turns == 4:
+            raise OSError("the network is down")
+        return f"={len(text)};", float(len(text) % 3), self.turn == self.turns, {}
+    def get_reward(self):
+        self._note("reward")
+        return 0.0
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_is_stopped_after_each_step_asks_no_episode_twice(tmp_path: Path):
+    """Its last bits are those of a run that was not stopped, and faults are no rewards."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "game.py").write_text(GAME)
+    digests = {}
+    for name, stops in (("whole", [4]), ("parts", [1, 2, 3, 4])):
+        environment = f"{tmp_path / name / 'game.py'}:Game"
+        for steps in stops:
+            flags = [*TINY, "--environment", environment, "--reward", "--rollout.partial", "2"]
+            flags += ["--evaluation.rows", "0", "--sampling.max-new-tokens", "64"]
+            flags += ["--reward-limits.fault-share", "1", "--batch.row-length", "240"]
+            run_dir = tmp_path / name / "run"
+            assert run_command.main([*flags, f"--steps={steps}", "--run-dir", str(run_dir)]) == 0
+        digests[name] = digest(run_dir)
+        rows = rows_of(run_dir)
+        assert rows[-1]["rollout/stale"] > 0
+        assert rows[-1]["reward/errors"] > 0
+        lines = (run_dir / "samples.jsonl").read_text().splitlines()
+        failed = [sample for sample in map(json.loads, lines) if "error" in sample]
+        assert failed
+        assert all(sample["reward"] is None for sample in failed)
+        asked = (tmp_path / name / "game.py.txt").read_text().splitlines()
+        assert len(set(asked)) == len(asked)
+    assert digests["parts"] == digests["whole"]
 
 
 @pytest.mark.slow

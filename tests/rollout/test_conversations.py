@@ -18,9 +18,9 @@ from tests.fixtures.sampling import decoder
 from tpu_rl import models
 from tpu_rl.commands import compose, config
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
-from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import pack_experience
+from tpu_rl.experience.sources import partial_rollouts
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rollout import records, requests, sampled_json, scoring
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
@@ -52,10 +52,29 @@ class Long:
     def get_reward(self):
         return 10.0
 
+class Uneven(Long):
+    '''Four turns, three, and one.'''
+    def reset(self, answer, **row):
+        super().reset("", **row)
+        self.left = {"1": 4, "3": 3}.get(answer, 1)
+    def step(self, text):
+        observation, reward, _, info = super().step(text)
+        return observation, reward, self.turn == self.left, info
+    def __getstate__(self):
+        return [self.turn, self.left]
+    def __setstate__(self, state):
+        self.turn, self.left = state
+        self.fails = False
+
 class Slow(Long):
     def step(self, text):
         time.sleep(0.05 * (hash(text) % 3))
         return super().step(text)
+
+class SlowUneven(Slow, Uneven):
+    def reset(self, answer, **row):
+        super().reset(answer, **row)
+        self.left = 1 + int(answer) % 4
 """
 ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
 
@@ -230,11 +249,45 @@ def test_evaluations_repeat_themselves(games):
     jax.tree.map(np.testing.assert_array_equal, first.rollout, second.rollout)
 
 
-def test_partial_requests_are_refused(games):
-    context, params = context_of(games, "Long")
+@pytest.mark.slow
+def test_episodes_go_on_in_another_request(games):
+    """The same after a kill; with the old policy they end as if nothing had stopped them."""
+    context, params = context_of(games, "Uneven")
     engine = compose.rollout_engine(context)
-    with pytest.raises(InputError, match="unfinished"):
-        engine.generate(params, RolloutRequest(ROWS, step=1, first_groups=2))
+    with jax.set_mesh(context.mesh):
+        whole = engine.generate(params, RolloutRequest(ROWS, step=1))
+        first = engine.generate(params, RolloutRequest(ROWS, 1, first_groups=2, policy_step=5))
+        held = json.loads(json.dumps(partial_rollouts.groups_to_json(first.unfinished)))
+        later = []
+        for groups in (first.unfinished, partial_rollouts.groups_from_json(held)):
+            logs = [log for group in groups for log in group.logs]
+            rows = [group.row for group in groups]
+            request = RolloutRequest(rows, 2, policy_step=6, logs=logs, first_groups=2)
+            later.append(engine.generate(params, request))
+    # Of the rows 0 to 3, the last two have one turn, and the others four and three.
+    assert [row["answer"] for row in first.rows] == ["5", "7"]
+    assert [row["answer"] for row in later[0].rows] == ["1", "3"]
+    assert first.episodes.counts["turns"].tolist() == [1, 1, 1, 1]
+    assert later[0].episodes.counts["turns"].tolist() == [4, 4, 3, 3]
+    for sampled, groups in ((first, slice(4, 8)), (later[0], slice(0, 4)), (later[1], slice(0, 4))):
+        for name in ("tokens", "action_mask", "birth_key"):
+            expected = getattr(whole.rollout, name)[groups]
+            np.testing.assert_array_equal(getattr(sampled.rollout, name), expected)
+        np.testing.assert_allclose(
+            sampled.rollout.log_probs, whole.rollout.log_probs[groups], atol=2e-5
+        )
+        assert sampled.episodes.messages == whole.episodes.messages[groups]
+        assert sampled.completions == whole.completions[groups]
+    jax.tree.map(np.testing.assert_array_equal, later[1].rollout, later[0].rollout)
+    assert first.rollout.policy_step.tolist() == later[0].rollout.policy_step.tolist() == [5] * 4
+    # That an answer ends an episode is known in the round after its turn.
+    turns_of = [log.turns for group in first.unfinished for log in group.logs]
+    steps_of = [[logged.policy_step for logged in turns] for turns in turns_of]
+    assert steps_of == [[5, 5, 6, 6]] * 2 + [[5, 5, 6]] * 2
+    num_tokens = sum(len(logged.turn.tokens) for turns in turns_of for logged in turns[:2])
+    assert later[0].num_resumed_tokens == num_tokens
+    assert first.num_resumed_tokens == 0
+    assert not later[0].unfinished
 
 
 RUN = ["launch/run.py", "arithmetic_grpo", "--batch.prompts=4", "--batch.group-size=2", "--steps=2"]
@@ -267,14 +320,18 @@ def test_two_processes_hold_the_conversations_of_one(games, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(games, tmp_path):
+@pytest.mark.parametrize(("name", "flags"), [("Slow", []), ("SlowUneven", ["--rollout.partial=2"])])
+def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(
+    games, tmp_path, name, flags
+):
     """Ten times, at random moments."""
     command = [
         *RUN[:-1],
         "--steps=6",
         "--checkpoint.interval=1",
         "--environment",
-        f"{games}:Slow",
+        f"{games}:{name}",
+        *flags,
         "--sampling.max-new-tokens=96",
         "--evaluation.rows=0",
     ]

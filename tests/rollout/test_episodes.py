@@ -8,7 +8,7 @@ import pytest
 
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
-from tpu_rl.rollout.episodes import Episodes, require_fit
+from tpu_rl.rollout.conversations.episodes import Episodes, require_fit
 from tpu_rl.tokenizers import Tokenizer, characters
 
 TEMPLATE = (

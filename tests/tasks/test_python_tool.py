@@ -10,7 +10,7 @@ from tpu_rl import sandbox
 from tpu_rl.environments import contract
 from tpu_rl.environments.pool import EnvironmentPool
 from tpu_rl.errors import MachineError
-from tpu_rl.rollout.episodes import Episodes
+from tpu_rl.rollout.conversations.episodes import Episodes
 from tpu_rl.tasks import python_tool
 from tpu_rl.tasks.python_tool import PythonTool
 from tpu_rl.tokenizers import characters

@@ -8,7 +8,7 @@ import pytest
 
 import tpu_rl
 from tpu_rl import tokenizers, wings
-from tpu_rl.environments import task_of
+from tpu_rl.environments import contract, named, task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import FileData
 from tpu_rl.tasks import arithmetic, reverse
@@ -364,3 +364,43 @@ def test_every_task_makes_rows_that_its_rewards_judge(name):
 
 def test_files_are_no_task():
     assert task_of(FileData()) is None
+
+
+FILES = {"bin/fig": "red"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "turns"),
+    [
+        ("calculator", {"answer": "13"}, ["<<16-3", "#### 13"]),
+        ("multi_attempt", {"prompt": "2 and 3?", "answer": "5"}, ["#### 4", "#### 5"]),
+        ("self_verify", {"prompt": "3+4=", "answer": "7"}, ["#7", "#1"]),
+        (
+            "mini_shell",
+            {"directories": ["bin"], "files": FILES, "goal": {"fig": "red"}},
+            ["cd bin", "mv fig /", "exit"],
+        ),
+        ("search", {"base": 0}, ["search: fig", "search: jam", "done"]),
+        ("search_random", {"base": 0}, ["search: fig", "search: jam", "done"]),
+    ],
+)
+def test_built_in_games_go_on_in_another_process(name, row, turns):
+    if name.startswith("search"):
+        pytest.importorskip("bm25s")
+    factory = named.load(name)[None]
+    game = contract.make(factory, name)
+    assert contract.describe(game, name).is_resumable
+    first = contract.reset(game, row, seed=3, max_turns=4, is_evaluation=True)
+    assert first == contract.reset(contract.make(factory, name), row, 3, 4, True)
+    for turn in turns:
+        restored = contract.make(factory, name)
+        restored.__setstate__(contract.saved_state(game))
+        assert contract.step(restored, turn) == contract.step(game, turn)
+        assert contract.reward(restored) == contract.reward(game)
+        assert contract.state_of(restored) == contract.state_of(game)
+        game = restored
+
+
+def test_every_built_in_environment_but_that_of_pictures_goes_on():
+    kept = {name for name in wings.ENVIRONMENTS if "__setstate__" in dir(named.load(name)[None])}
+    assert set(wings.ENVIRONMENTS) - kept == {"picture_look"}

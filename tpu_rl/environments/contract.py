@@ -35,6 +35,11 @@ All methods may be `async def`. If `reset` names one of these, it gets
 
 A column of the data with such a name goes first. What a model sees must be a function of the row,
 these three and the model's actions: resume relies on it.
+
+With `--rollout.partial` an episode goes on in the next step, and after a kill in another process.
+The class then has pickle's two methods: `__getstate__` returns the episode's state, of values that
+JSON writes, and `__setstate__` puts it into a new instance. `PlainState` has both, for classes all
+of whose attributes are such values. State outside of the instance, such as files, is not a part.
 """
 
 from __future__ import annotations
@@ -87,6 +92,8 @@ class Description(NamedTuple):
     """True if it has `get_reward`."""
     columns: list[str]
     """The columns that `reset` cannot do without."""
+    is_resumable: bool = False
+    """True if it has `__getstate__` and `__setstate__`."""
 
 
 def describe(instance: Any, where: str) -> Description:
@@ -106,26 +113,28 @@ def describe(instance: Any, where: str) -> Description:
         )
     is_scored = "get_reward" in functions
     columns = _required(functions["reset"])
+    is_resumable = {"__getstate__", "__setstate__"} <= functions.keys()
+    name = environment.__name__
     if _is_game(environment, functions):
-        return Description(environment.__name__, "game", [], is_scored, columns)
+        return Description(name, "game", [], is_scored, columns, is_resumable)
     declared = getattr(environment, "tool_schemas", None)
     if declared is not None:
-        return Description(environment.__name__, "tools", declared, is_scored, columns)
+        return Description(name, "tools", declared, is_scored, columns, is_resumable)
     tools = []
-    for name, function in functions.items():
-        if name.startswith("_") or name in ("reset", "get_reward"):
+    for method, function in functions.items():
+        if method.startswith("_") or method in ("reset", "get_reward"):
             continue
         try:
-            tools.append(tool_schemas.schema_of(function, _is_bound(environment, name)))
+            tools.append(tool_schemas.schema_of(function, _is_bound(environment, method)))
         except tool_schemas.SchemaError as error:
             raise InputError(
-                f"the method `{name}` of {environment.__name__} is no tool: {error}",
+                f"the method `{method}` of {name} is no tool: {error}",
                 where=where,
                 why="every public method is a tool, which the model knows by its type hints and "
                 "its Google docstring with the section Args",
-                fix=f"add them, or rename the method to _{name}",
+                fix=f"add them, or rename the method to _{method}",
             ) from None
-    return Description(environment.__name__, "tools", tools, is_scored, columns)
+    return Description(name, "tools", tools, is_scored, columns, is_resumable)
 
 
 def _is_game(environment: type, functions: Mapping[str, Callable[..., Any]]) -> bool:
@@ -279,6 +288,34 @@ def state_of(instance: Any) -> dict[str, Any]:
         if len(text) <= MAX_STATE_CHARACTERS:
             state[name] = json.loads(text)
     return state
+
+
+class PlainState:
+    """Base of environments whose attributes are values that JSON writes exactly: None, booleans,
+    numbers, texts, lists, and dicts with texts as keys."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def saved_state(instance: Any) -> Any:
+    """Return a copy of the state with which the episode goes on in another process.
+
+    Raises:
+        ValueError: if JSON does not write it exactly.
+    """
+    state = instance.__getstate__()
+    try:
+        copy = json.loads(json.dumps(state, allow_nan=False))
+        is_same = state is not None and bool(copy == state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"`__getstate__` returned what JSON cannot write: {error}") from None
+    if not is_same:
+        raise ValueError("`__getstate__` returned None, or what JSON writes as another value")
+    return copy
 
 
 def _observation(value: Any) -> Observation:

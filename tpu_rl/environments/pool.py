@@ -103,6 +103,8 @@ class Reply(NamedTuple):
     """The traceback through the user's code, if it is known."""
     images: tuple[bytes, ...] = ()
     """The files of the images in `text`."""
+    saved: Any = None
+    """The state of the environment after this answer, for `restore`, if `reset` asked for it."""
 
 
 class EnvironmentPool:
@@ -179,6 +181,19 @@ class EnvironmentPool:
                     fix=user_code.did_you_mean(missing[0], columns),
                 )
 
+    def require_resumable(self) -> None:
+        """Raise InputError if an episode cannot go on in another process."""
+        for description in self.descriptions.values():
+            if not description.is_resumable:
+                raise InputError(
+                    f"episodes of {description.name} cannot go on in the next step",
+                    where="--rollout.partial, --environment",
+                    why="the class has no `__getstate__` and `__setstate__`, so that checkpoints "
+                    "would lack its state",
+                    fix="add them (tpu_rl.environments.contract.PlainState has both), or leave "
+                    "out --rollout.partial",
+                )
+
     def _class_of(self, row: Mapping[str, Any]) -> str | None:
         return None if None in self.descriptions else row.get("environment")
 
@@ -191,24 +206,38 @@ class EnvironmentPool:
         seed: int = 0,
         max_turns: int = 1,
         is_evaluation: bool = False,
+        saves: bool = False,
     ) -> Future[Reply]:
-        """Begin an episode with a row of the data; see `contract` for the other arguments."""
+        """Begin an episode with a row of the data; see `contract` for the other arguments.
+
+        With `saves`, its replies have the state of the environment.
+        """
+        if self._class_of(row) is not None:
+            columns = {key: value for key, value in row.items() if key != "environment"}
+        else:
+            columns = dict(row)
+        arguments = {
+            "row": columns,
+            "seed": seed,
+            "max_turns": max_turns,
+            "is_evaluation": is_evaluation,
+        }
+        return self._begin(episode, row, {"ask": "reset", "arguments": arguments, "saves": saves})
+
+    def restore(self, episode: int, row: Mapping[str, Any], state: Any) -> Future[Reply]:
+        """Go on with an episode of another process, with the state that was `Reply.saved`."""
+        return self._begin(episode, row, {"ask": "restore", "state": state})
+
+    def _begin(
+        self, episode: int, row: Mapping[str, Any], request: dict[str, Any]
+    ) -> Future[Reply]:
         self.description(row)
-        name = self._class_of(row)
-        if name is not None:
-            row = {key: value for key, value in row.items() if key != "environment"}
         self.release(episode)
         with self._lock:
             worker = self._worker_for_one_more()
             worker.episodes.add(episode)
             self._lives_in[episode] = worker
-        arguments = {
-            "row": dict(row),
-            "seed": seed,
-            "max_turns": max_turns,
-            "is_evaluation": is_evaluation,
-        }
-        request = {"ask": "reset", "episode": episode, "name": name, "arguments": arguments}
+        request |= {"episode": episode, "name": self._class_of(row)}
         return worker.ask(request, self.limits.reset_seconds)
 
     def call(self, episode: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[Reply]:
@@ -519,4 +548,5 @@ def _as_reply(reply: Mapping[str, Any]) -> Reply:
         reward=contract.number(reply.get("reward")),
         done=bool(reply.get("done", False)),
         state=state,
+        saved=reply.get("saved"),
     )

@@ -3,6 +3,7 @@
 Requests are dicts. Every one has an `id` and an `ask`; all but "where" have an `episode`:
 
     reset    row, seed, name    begin an episode (name: the key of its factory)
+    restore  state, name        go on with an episode of another process
     call     calls              call tools: [(name, arguments), ...]
     step     text               give a text game what the model wrote
     reward                      end of the episode: its reward and the public attributes
@@ -48,6 +49,8 @@ class Seat:
         self._instance: Any = None
         self._tools: list[str] = []
         self._is_broken = False
+        self._saves = False
+        """Whether replies have the state of the instance."""
         self._tasks: queue.SimpleQueue[tuple[dict[str, Any], Respond] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="environment", daemon=True)
         self.thread.start()
@@ -74,6 +77,8 @@ class Seat:
             self.current = request["id"]
             try:
                 answer = self._answer(request)
+                if self._saves and request["ask"] != "reward":
+                    answer["saved"] = contract.saved_state(self._instance)
             # The user's program may raise anything, and other episodes must go on.
             except BaseException as error:
                 self._is_broken = True
@@ -89,13 +94,22 @@ class Seat:
         except Exception:  # Attributes may be anything.
             return {}
 
+    def _make(self) -> None:
+        self._instance = self._factory()
+        description = contract.describe(self._instance, "")
+        self._tools = [tool["function"]["name"] for tool in description.tools]
+
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         match request["ask"]:
+            case "restore":
+                self._make()
+                self._saves = True
+                self._instance.__setstate__(request["state"])
+                return {}
             case "reset":
                 if self._instance is None:
-                    self._instance = self._factory()
-                    description = contract.describe(self._instance, "")
-                    self._tools = [tool["function"]["name"] for tool in description.tools]
+                    self._make()
+                self._saves = request["saves"]
                 return {"text": contract.reset(self._instance, **request["arguments"])}
             case "call":
                 return {"results": contract.call(self._instance, self._tools, request["calls"])}
@@ -127,13 +141,13 @@ class Host:
             respond({"id": request["id"], "frames": self._lines(request["call"])})
             return
         episode = request["episode"]
-        if ask in ("reset", "release") and episode in self._seats:
+        if ask in ("reset", "restore", "release") and episode in self._seats:
             seat = self._seats.pop(episode)
             seat.leave(self._free[seat.name])
         if ask == "release":
             return
         try:
-            if ask == "reset":
+            if ask in ("reset", "restore"):
                 self._seats[episode] = self._seat(request["name"])
             self._seats[episode].put(request, respond)
         # There may be no memory for another thread, and then there is no seat.

@@ -2,7 +2,7 @@
 
 requests           `Engine(generate, score, resume)`: all that a source of experience knows
 engine             makes an engine of small values
-conversations      the policy's turns, and what an environment answers
+conversations      a wing: the policy's turns, and what an environment answers
 prompts            data rows as token ids; stop strings
 weights            the copy of the weights that the sampler reads
 streaming_rewards  rewards computed while other rows are still being decoded

@@ -76,10 +76,11 @@ def to_rollout(
     group_size: int,
     length: int,
     pad_id: int,
-    policy_step: int,
+    policy_step: int | np.ndarray,
 ) -> Rollout:
     """Return the branches of all episodes as the rows of a rollout of `length` columns.
 
+    `policy_step` is that of all episodes, or [episodes] that of the first token of each.
     The first rows of a group's episodes share what comes before their first actions. If each
     episode has one branch, there are no episode ids. If besides all prompts of a group are equal,
     nothing says what rows share.
@@ -129,7 +130,7 @@ def to_rollout(
         "behaviour_log_probs": behaviour_log_probs,
         "rewards": np.zeros(shape, np.float32),
         "group_id": episode_id // group_size,
-        "policy_step": np.full(num_rows, policy_step, np.int32),
+        "policy_step": np.full(len(episodes), policy_step, np.int32)[episode_id],
         "birth_key": keys[episode_id],
         "truncated": truncated,
         "scored": np.ones(num_rows, bool),

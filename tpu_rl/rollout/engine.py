@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_rl import sampler
+from tpu_rl import sampler, wings
 from tpu_rl.data import Row
 from tpu_rl.rollout import image_prompts, prompts, scoring, signals
 from tpu_rl.rollout.group_selection import FirstGroups
@@ -44,9 +44,7 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         decoding = thinking.controlled(decoding, scorer.tokenizer)
     if decoding.environment is None:
         return _single_turn_engine(decoding, scorer)
-    from tpu_rl.rollout import conversations
-
-    converse = functools.partial(conversations.generate, decoding, scorer)
+    converse = functools.partial(wings.MODULES["conversations"].generate, decoding, scorer)
     return Engine(converse, scorer, scorer.resume)
 
 

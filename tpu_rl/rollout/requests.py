@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import PartialCompletion, SamplerConfig, Thinking
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Purpose, Rollout
+
+if TYPE_CHECKING:
+    from tpu_rl.rollout.conversations.episode_log import EpisodeLog
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class RolloutRequest:
     """The number of optimizer steps that the policy has taken. The rollout records it."""
     resumed: Sequence[PartialCompletion | None] | None = None
     """[completions] what an earlier request sampled of each, or None for a new completion."""
+    logs: Sequence[EpisodeLog | None] = ()
+    """The same for conversations: [completions], or empty if all are new."""
     first_groups: int | None = None
     """Return once so many groups are complete: all resumed ones, and the first of the new ones.
     `Sampled.unfinished` has the others. The default waits for all groups."""

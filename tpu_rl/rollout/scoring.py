@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from tpu_rl.sampler import PartialCompletion
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout
 
+if TYPE_CHECKING:
+    from tpu_rl.rollout.conversations.episode_log import EpisodeLog
+
 ENVIRONMENT = "environment"
 """The reward that stands for the environment's own."""
 
@@ -37,6 +40,8 @@ class PartialGroup:
 
     row: Row
     completions: list[PartialCompletion] = field(default_factory=list)
+    logs: list[EpisodeLog] = field(default_factory=list)
+    """The completions if they are conversations."""
 
 
 @dataclass(frozen=True)

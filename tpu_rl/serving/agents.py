@@ -35,8 +35,8 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
+from tpu_rl.rollout.conversations.episodes import without_images
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
-from tpu_rl.rollout.episodes import without_images
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Agent
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from tpu_rl.environments import answers
+from tpu_rl.environments.contract import PlainState
 from tpu_rl.rewards.verifier import Verifier
 
 DECIMALS = 4
@@ -26,7 +27,7 @@ _OPEN_MARK = re.compile(r"<<([^<>=]*)$")
 _MARK = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
 
 
-class Calculator:
+class Calculator(PlainState):
     """A problem whose calculations are done for the model. A text game."""
 
     text_game = True
@@ -34,7 +35,7 @@ class Calculator:
     def reset(self, answer: str, **row: Any) -> None:
         """Begin a problem."""
         del row
-        self._right = answers.read_number(answer)
+        self._answer = answer
         self._text = ""
 
     def step(self, text: str, ended: bool) -> tuple[str, None, bool, dict[str, Any]]:
@@ -48,7 +49,8 @@ class Calculator:
 
     def get_reward(self) -> float:
         """Return 1 for the right answer."""
-        return float(answers.final_number(self._text) == self._right)
+        right = answers.read_number(self._answer)
+        return float(answers.final_number(self._text) == right)
 
 
 def result_after(text: str) -> str:

@@ -160,6 +160,19 @@ class MiniShell:
         self._shell = Shell(directories, files)
         self._goal = goal
 
+    def __getstate__(self) -> dict[str, Any]:
+        shell = self._shell
+        return {
+            "directories": shell.directories[1:],
+            "files": shell.files,
+            "here": shell.here,
+            "goal": self._goal,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.reset(state["directories"], state["files"], state["goal"])
+        self._shell.here = state["here"]
+
     def step(self, text: str) -> tuple[str, None, bool, dict[str, Any]]:
         """Run a command. `exit` ends the episode."""
         command = text.strip()

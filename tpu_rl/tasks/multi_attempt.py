@@ -21,17 +21,17 @@ in its text. So there the number of attempts is known only once one was wrong.
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
 from typing import Any
 
 from tpu_rl.environments import answers
+from tpu_rl.environments.contract import PlainState
 from tpu_rl.tasks import arithmetic
 
 MOST_ATTEMPTS = 5
 """The largest number of attempts in training."""
 
 
-class MultiAttempt:
+class MultiAttempt(PlainState):
     """A problem, and the attempts at it. A text game."""
 
     text_game = True
@@ -52,18 +52,18 @@ class MultiAttempt:
             self._left = max_turns
         else:
             self._left = random.Random(seed).randint(1, min(MOST_ATTEMPTS, max_turns))
-        if self._is_expression:
-            self._right: Hashable = int(answer)
-        else:
-            self._right = answers.read_number(answer)
+        self._answer = answer
         self._reward = -1.0
         return None if self._is_expression else f"\nYou have {_attempts(self._left)}."
 
     def step(self, text: str) -> tuple[str, None, bool, dict[str, Any]]:
         """Judge an attempt."""
-        value = (arithmetic.parse_answer if self._is_expression else answers.final_number)(text)
+        if self._is_expression:
+            value, right = arithmetic.parse_answer(text), int(self._answer)
+        else:
+            value, right = answers.final_number(text), answers.read_number(self._answer)
         self._left -= 1
-        is_right = value is not None and value == self._right
+        is_right = value is not None and value == right
         if value is not None:
             self._reward = 1.0 if is_right else -0.5
         if is_right or not self._left:

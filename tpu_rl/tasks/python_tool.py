@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpu_rl import sandbox
+from tpu_rl.environments.contract import PlainState
 from tpu_rl.errors import MachineError
 from tpu_rl.sandbox import SandboxLimits
 
@@ -17,7 +18,7 @@ MAX_CHARACTERS = 600
 """The longest observation; the middle of a longer one is left out."""
 
 
-class PythonTool:
+class PythonTool(PlainState):
     """The environment. Programs share nothing: each begins with an empty scope."""
 
     def __init__(self):

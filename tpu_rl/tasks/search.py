@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from tpu_rl import ranges
+from tpu_rl.environments.contract import PlainState
 from tpu_rl.environments.task import Task
 from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import Verifier
@@ -104,7 +105,7 @@ def best_match(base: int, query: str) -> str:
 # --- environments ---
 
 
-class Search:
+class Search(PlainState):
     """A question, and an index of facts. A text game whose moves are lines."""
 
     def __init__(self):

@@ -21,10 +21,10 @@ judges a part of the answers; here the question follows the answer, whose text i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from tpu_rl.environments import answers
+from tpu_rl.environments.contract import PlainState
 from tpu_rl.tasks import arithmetic
 
 ASK = (
@@ -34,7 +34,7 @@ ASK = (
 ASK_EXPRESSION = "=;"
 
 
-class SelfVerify:
+class SelfVerify(PlainState):
     """A problem, its answer, and the judgment of the answer. A text game."""
 
     text_game = True
@@ -43,7 +43,7 @@ class SelfVerify:
         """Begin a problem."""
         del row
         self._is_expression = isinstance(prompt, str) and set(prompt) <= set(arithmetic.ALPHABET)
-        self._right: Hashable = answers.read_number(str(answer))
+        self._answer = str(answer)
         self._asks = max_turns > 1
         self.answer_is_right: bool | None = None
         """None before the answer."""
@@ -55,7 +55,7 @@ class SelfVerify:
         read = arithmetic.parse_answer if self._is_expression else answers.final_number
         value = read(text)
         if self.answer_is_right is None:
-            self.answer_is_right = value is not None and value == self._right
+            self.answer_is_right = value is not None and value == answers.read_number(self._answer)
             question = ASK_EXPRESSION if self._is_expression else ASK
             return question if self._asks else "", float(self.answer_is_right), not self._asks, {}
         verdicts: dict[Any, bool] = {0: False, 1: True}

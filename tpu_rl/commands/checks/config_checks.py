@@ -73,7 +73,6 @@ OWN_TURNS = "rewards of turns would lose their turns"
 APART: Table = {
     Q_SHARP: {"--sampling.stop-strings": "half a string may stand where it continues an answer"},
     "--rollout.partial": {
-        "--environment": "an unfinished episode would need its environment's state in checkpoints",
         "--batch.staleness": "a completion that continues would be older than the number says",
         "--rollout.dynamic-sampling-rounds": "both choose the groups of a batch",
         NOT_ROLLOUTS: "only scored completions go on",

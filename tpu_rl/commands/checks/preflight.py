@@ -71,7 +71,6 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     Weights of a model of the hub are downloaded only if they are needed.
     """
     from tpu_rl.commands import continued
-    from tpu_rl.rollout import episodes
 
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
     if processes.index() == 0:  # The only process that writes.
@@ -118,10 +117,12 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     environment = compose.environment(config)
     prompts = [row["prompt"] for row in rows if "prompt" in row]
     if environment is not None and not prompts:
-        episodes.require_fit(tokenizer, environment.pool, tokenizer.has_chat_template)
+        require_fit = wings.MODULES["episodes"].require_fit
+        require_fit(tokenizer, environment.pool, tokenizer.has_chat_template)
     if environment is not None and prompts:
         is_chat = not isinstance(prompts[0], str) or tokenizer.wraps(prompts[0])
-        episodes.require_fit(tokenizer, environment.pool, is_chat, prompts[0])
+        require_fit = wings.MODULES["episodes"].require_fit
+        require_fit(tokenizer, environment.pool, is_chat, prompts[0])
         has_tools = any(known.tools for known in environment.pool.descriptions.values())
         if is_chat and has_tools and compose.tool_tokens(environment, tokenizer) == 0:
             warnings.append(
@@ -545,6 +546,15 @@ def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
             why=f"its experience is {' and '.join(others)}",
             fix="choose one that samples, such as grpo, or leave out --environment",
         )
+    if config.rollout.partial:
+        environment.pool.require_resumable()
+        if processes.count() > 1:
+            raise InputError(
+                "episodes cannot go on in the next step in a run of several processes",
+                where="--rollout.partial, --environment",
+                why="an environment lives in the process that began its episode",
+                fix="leave out --rollout.partial, or run on one host",
+            )
     # With several classes, each has its own rows, and rows may lack the columns of other classes.
     if rows and len(environment.pool.descriptions) == 1:
         environment.pool.require_columns(rows[0])

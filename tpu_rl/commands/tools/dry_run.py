@@ -33,7 +33,7 @@ from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.sources import examples, step_labels
 from tpu_rl.experience.sources.examples import Example, Span
 from tpu_rl.rollout import scoring
-from tpu_rl.rollout.episodes import Episodes
+from tpu_rl.rollout.conversations.episodes import Episodes
 from tpu_rl.rollout.group_selection import num_kept
 from tpu_rl.tokenizers import Tokenizer, images
 from tpu_rl.train import optimizers

@@ -101,7 +101,10 @@ def usable_rows(
     `in_full` reads all rows of large files before, as runs of earlier versions did.
     """
     if task_of(data_config) is not None:
-        return train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+        problems = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+        if rows_in_checkpoints:
+            require_json([problems[0]])  # They have the same columns.
+        return problems
     rows = file_rows(data_config, spec, num_held_out)[0]
     if in_full:
         rows = data.StoredRows(data.ReadInFull([rows]))

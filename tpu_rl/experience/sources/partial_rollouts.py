@@ -12,16 +12,20 @@ They are the old log-probs of the ratio, so its metrics and policy/log_prob_gap 
 far the policy has moved. An `--algorithm.importance-sampling-cap` corrects for it (AReaL, arXiv
 2505.24298).
 
+Conversations go on, too (`rollout.conversations`). A continued episode is replayed
+from its log, with the environment that it had or, after a kill, a new one with the same state.
+
 A run that goes back after steps with non-finite gradients keeps its unfinished completions. Once,
 these are then more than one step old.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from tpu_rl import data, sampler
+from tpu_rl import data, sampler, wings
 from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored
@@ -62,6 +66,7 @@ def partial_source(
                 for group in groups
                 for completion in group.completions or [None] * batch.group_size
             ],
+            logs=[log for group in groups for log in group.logs or [None] * batch.group_size],
             first_groups=batch.prompts,
         )
         sampled = engine.generate(state.params, request)
@@ -72,12 +77,18 @@ def partial_source(
         experience.metrics[STALE] = sampled.num_resumed_tokens / max(int(scored.lengths.sum()), 1)
         return experience
 
-    def get_state() -> dict[str, Any]:
-        return {
-            "stream": stream.get_state(),
-            "unfinished": groups_to_json(unfinished),
-            "waiting": waiting,
+    def freeze() -> Callable[[], dict[str, Any]]:
+        stream_state = stream.get_state()
+        groups = [replace(group, logs=[log.copy() for log in group.logs]) for group in unfinished]
+        rows = waiting
+        return lambda: {
+            "stream": stream_state,
+            "unfinished": groups_to_json(groups),
+            "waiting": rows,
         }
+
+    def get_state() -> dict[str, Any]:
+        return freeze()()
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal unfinished, waiting
@@ -85,7 +96,12 @@ def partial_source(
         unfinished = groups_from_json(state["unfinished"])
         waiting = state["waiting"]
 
-    return Source(draw, get_state, set_state)
+    def close() -> None:
+        for group in unfinished:
+            for log in group.logs:
+                log.end()
+
+    return Source(draw, get_state, set_state, close, freeze)
 
 
 def interleave(old: list[PartialGroup], new: list[PartialGroup]) -> list[PartialGroup]:
@@ -106,9 +122,15 @@ def groups_to_json(groups: list[PartialGroup]) -> dict[str, Any]:
         "completions": sampler.completions_to_json(
             [completion for group in groups for completion in group.completions]
         ),
+        "logs": [[log.to_json() for log in group.logs] for group in groups],
     }
 
 
 def groups_from_json(values: dict[str, Any]) -> list[PartialGroup]:
     """Return the groups that `groups_to_json` was given."""
-    return in_groups(values["rows"], sampler.completions_from_json(values["completions"]))
+    groups = in_groups(values["rows"], sampler.completions_from_json(values["completions"]))
+    logs = values.get("logs") or [[] for _ in groups]
+    return [
+        replace(group, logs=[wings.MODULES["episode_log"].from_json(log) for log in of_group])
+        for group, of_group in zip(groups, logs, strict=True)
+    ]

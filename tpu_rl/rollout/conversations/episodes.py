@@ -19,10 +19,11 @@ import bisect
 import itertools
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from tpu_rl.data import Row
@@ -30,6 +31,7 @@ from tpu_rl.environments.contract import CUT
 from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts
+from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedAnswer, answered
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.tokenizers import Tokenizer, tool_calls
 from tpu_rl.tokenizers.images import MARK, sources_of
@@ -92,6 +94,7 @@ class _Episode:
     """An episode in the making."""
 
     row: Row
+    log: EpisodeLog
     pool_id: int
     is_game: bool
     is_chat: bool
@@ -102,6 +105,10 @@ class _Episode:
     waits_for: str = "reset"
     """What `pending` is the answer to; "" while the policy writes, or after the end."""
     pending: Future[Reply] | None = None
+    num_asked: int = 0
+    """How often the environment was asked, by the log or by itself."""
+    lost: str = ""
+    """The reason why the environment of an earlier process could not be restored."""
     calls: list[ToolCall | BadCall] = field(default_factory=list)
     """The calls of the last turn."""
     ended: bool = True
@@ -117,14 +124,14 @@ class _Episode:
     state: Mapping[str, Any] = field(default_factory=dict)
     images: list[bytes] = field(default_factory=list)
     """The images that the environment showed so far."""
-    seconds: dict[str, float] = field(default_factory=dict)
     since: float = 0.0
     """When it began to wait for what it waits for."""
 
     def has_waited_for(self, what: str) -> None:
         """Count the time since the last call."""
         now = time.perf_counter()
-        self.seconds[what] = self.seconds.get(what, 0.0) + now - (self.since or now)
+        seconds = self.log.seconds
+        seconds[what] = seconds.get(what, 0.0) + now - (self.since or now)
         self.since = now
 
 
@@ -152,6 +159,8 @@ class Episodes:
         stop_strings: Sequence[str] = (),
         is_evaluation: bool = False,
         images: ImageTable | None = None,
+        logs: Sequence[EpisodeLog | None] = (),
+        saves: bool = False,
     ):
         """Prepare for N = len(rows) * group_size episodes.
 
@@ -171,6 +180,8 @@ class Episodes:
             stop_strings: texts that end a turn. They are no part of a game's step.
             is_evaluation: whether the episodes belong to an evaluation. Environments may ask.
             images: gives ids to images, for a model that reads them.
+            logs: [N] of episodes that go on, and None for new ones. By default all are new.
+            saves: whether episodes may go on in another process.
 
         Raises:
             InputError: if a row belongs to no environment.
@@ -186,13 +197,20 @@ class Episodes:
         self._stop_strings = stop_strings
         self._is_evaluation = is_evaluation
         self._images = images
-        self._seed_of = lambda row: _seed(seed, step, first_row_id + row - row % group_size)
+        self._saves = saves
+        self.unfinished: set[int] = set()
+        """Local rows whose environments live on at the end, for a later step."""
+        self.logs: dict[int, EpisodeLog] = {}
+        """Local row -> what happened so far."""
+        for row in range(self.local.start, self.local.stop):
+            log = logs[row] if logs else None
+            group_id = first_row_id + row - row % group_size
+            self.logs[row] = log or EpisodeLog(_seed(seed, step, group_id))
         self._episodes = {
-            row: self._new_episode(rows[row // group_size])
-            for row in range(self.local.start, self.local.stop)
+            row: self._new_episode(rows[row // group_size], log) for row, log in self.logs.items()
         }
 
-    def _new_episode(self, row: Row) -> _Episode:
+    def _new_episode(self, row: Row, log: EpisodeLog) -> _Episode:
         description = self._pool.description(row)
         prompt = row.get("prompt")
         if prompt is None:
@@ -203,7 +221,8 @@ class Episodes:
             prompt = [{"role": "user", "content": prompt}]
         return _Episode(
             row=row,
-            pool_id=next(_pool_ids),
+            log=log,
+            pool_id=next(_pool_ids) if log.pool_id is None else log.pool_id,
             is_game=description.form == "game",
             is_chat=is_chat,
             tools=description.tools,
@@ -213,9 +232,10 @@ class Episodes:
     def __enter__(self) -> Episodes:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for episode in self._episodes.values():
-            if not episode.is_over:
+    def __exit__(self, error: object, *_: object) -> None:
+        for row, episode in self._episodes.items():
+            lives_on = error is None and row in self.unfinished
+            if not episode.is_over and not lives_on:
                 self._pool.release(episode.pool_id)
 
     def begin(self) -> dict[int, list[int]]:
@@ -226,15 +246,27 @@ class Episodes:
         Raises:
             InputError: if a prompt of the data is too long, with the tools that it shows.
         """
-        for row, episode in self._episodes.items():
+        restoring = []
+        for episode in self._episodes.values():
             episode.since = time.perf_counter()
-            episode.pending = self._pool.reset(
+            state = episode.log.lost_state()
+            if state is not None:
+                restored = self._pool.restore(episode.pool_id, episode.row, state)
+                restoring.append((episode, restored))
+            episode.log.pool_id = episode.pool_id
+            episode.log.end = partial(self._pool.release, episode.pool_id)
+            reset = partial(
+                self._pool.reset,
                 episode.pool_id,
                 episode.row,
-                self._seed_of(row),
+                episode.log.seed,
                 self._max_turns,
                 self._is_evaluation,
+                self._saves,
             )
+            episode.pending = self._answer_to(episode, "reset", reset)
+        for episode, restored in restoring:
+            episode.lost = restored.result().fault
         known: dict[Any, tuple[Any, list[int], str | None, str]] = {}
         prompt_ids = {}
         for row, episode in self._episodes.items():
@@ -262,7 +294,7 @@ class Episodes:
             text = self._tokenizer.decode(token_ids)
             episode.messages.append({"role": "assistant", "content": text})
             episode.turn_rewards.append(None)
-            self._wait_for(episode, "reward", _answered(Reply(fault=episode.fault)))
+            self._wait_for(episode, "reward", answered(Reply(fault=episode.fault)))
             return
         episode.ended = bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
         episode.turn_rewards.append(None)
@@ -288,13 +320,18 @@ class Episodes:
             news = self._news()
         return news
 
-    def fault(self, row: int) -> str:
-        """Return the reason why a local episode cannot go on; "" if it can."""
-        return self._episodes[row].fault
+    def has_ended(self, row: int) -> bool:
+        """Return True if nothing but its reward may follow in a local episode."""
+        episode = self._episodes[row]
+        return episode.is_over or episode.waits_for == "reward"
 
     def results(self) -> dict[int, EpisodeResult]:
         """Return local row -> what became of its episode. All must be over."""
         return {row: self.result(row) for row in self._episodes}
+
+    def fault(self, row: int) -> str:
+        """Return the reason why a local episode cannot go on; "" if it can."""
+        return self._episodes[row].fault
 
     def result(self, row: int) -> EpisodeResult:
         """Return the result of a local episode that is over."""
@@ -310,7 +347,7 @@ class Episodes:
             errors=episode.errors,
             observation_tokens=episode.observation_tokens,
             state=episode.state,
-            seconds=episode.seconds,
+            seconds=episode.log.seconds,
         )
 
     # --- what begins ---
@@ -328,9 +365,9 @@ class Episodes:
         good = [call for call in turn.calls if isinstance(call, ToolCall)]
         episode.tool_calls += len(good)
         if good:
-            self._wait_for(episode, "call", self._pool.call(episode.pool_id, good))
+            self._ask(episode, "call", partial(self._pool.call, episode.pool_id, good))
         else:
-            self._wait_for(episode, "call", _answered(Reply()))
+            self._wait_for(episode, "call", answered(Reply()))
 
     def _begin_step(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Give a game the text of a turn."""
@@ -339,15 +376,32 @@ class Episodes:
             text = text.removesuffix(stop_string)
         episode.messages.append({"role": "assistant", "content": text})
         if stopped:
-            step = self._pool.step(episode.pool_id, text, episode.ended)
-            self._wait_for(episode, "step", step)
+            step = partial(self._pool.step, episode.pool_id, text, episode.ended)
+            self._ask(episode, "step", step)
         else:
             episode.turn_rewards[-1] = 0.0
             self._begin_reward(episode)
 
     def _begin_reward(self, episode: _Episode) -> None:
         """Ask for the reward of an episode that has ended, and for its environment's state."""
-        self._wait_for(episode, "reward", self._pool.reward(episode.pool_id))
+        self._ask(episode, "reward", partial(self._pool.reward, episode.pool_id))
+
+    def _answer_to(
+        self, episode: _Episode, ask: str, question: Callable[[], Future[Reply]]
+    ) -> Future[Reply]:
+        """Return the answer of the log; if it has none, that of the environment."""
+        answers = episode.log.answers
+        if episode.num_asked == len(answers):
+            lost = episode.lost and answered(Reply(fault=f"it is not restored: {episode.lost}"))
+            answers.append(LoggedAnswer(ask, lost or question()))
+        answer = answers[episode.num_asked]
+        episode.num_asked += 1
+        if answer.to != ask:
+            return answered(Reply(fault=f"its log has an answer to {answer.to}, and not to {ask}"))
+        return answer.reply
+
+    def _ask(self, episode: _Episode, ask: str, question: Callable[[], Future[Reply]]) -> None:
+        self._wait_for(episode, ask, self._answer_to(episode, ask, question))
 
     def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
         episode.has_waited_for("policy")
@@ -578,13 +632,6 @@ def _bounded(message: Message, characters: int) -> Message:
 def _is_ours(message: Message) -> bool:
     """Return True for the message about a call that cannot be read: it names no tool."""
     return message.get("name") == ""
-
-
-def _answered(reply: Reply) -> Future[Reply]:
-    """Return a future with this answer."""
-    future: Future[Reply] = Future()
-    future.set_result(reply)
-    return future
 
 
 def _reply(episode: _Episode) -> Reply:

@@ -9,6 +9,8 @@ A conversation keeps its cache while its tools work, and others are decoded mean
 policy wrote is never encoded again: a conversation is its prompt's ids, the sampled ids of each
 turn, and the ids of each observation. The limit `max_new_tokens` counts turns and observations.
 
+An episode that goes on (`RolloutRequest.logs`) takes the turns and the answers of its log first.
+
 A chat template may rewrite what came before, for example drop what the model thought in earlier
 turns. The next turn then begins a row of its own, which reads the rewritten history.
 """
@@ -17,21 +19,23 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from tpu_rl import sampler
-from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
-from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History, without_images
+from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedTurn
+from tpu_rl.rollout.conversations.episodes import EpisodeResult, Episodes, History, without_images
+from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
-from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
+from tpu_rl.rollout.scoring import EpisodeOutcomes, PartialGroup, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest, slots
@@ -44,6 +48,10 @@ class _Conversation:
 
     prompt: list[int]
     key: np.ndarray
+    turns: list[LoggedTurn]
+    """Those of its log."""
+    num_earlier: int = 0
+    """The number of tokens that earlier requests sampled."""
     branches: list[Branch] = field(default_factory=list)
     """Its rows. There are several if the chat template has rewritten what came before."""
     turn_ends: list[tuple[int, int]] = field(default_factory=list)
@@ -71,6 +79,12 @@ class _Conversation:
     def num_observed(self) -> int:
         """The number of tokens that the policy read after its first turn."""
         return sum(branch.num_observed for branch in self.branches)
+
+    @property
+    def logged_turn(self) -> sampler.Turn | None:
+        """The next turn, if the log has it."""
+        number = len(self.turn_ends)
+        return self.turns[number].turn if number < len(self.turns) else None
 
     def add_turn(self, turn: sampler.Turn) -> None:
         self.branches[-1].add([], turn)
@@ -102,20 +116,13 @@ def generate(
     began = time.perf_counter()
     environment = decoding.environment
     assert environment is not None
-    if request.resumed is not None or request.first_groups is not None:
-        raise InputError(
-            "conversations cannot be left unfinished",
-            where="--rollout.partial, --environment",
-            why="the state of an environment is not part of checkpoints",
-            fix="use --batch.staleness with --sampling.during-updates",
-        )
     group_size = decoding.config.samples_per_prompt
     num_rows = len(request.rows) * group_size
     signals.mark(decoding.purpose, "rollout", request.step)
     images = None
     if scorer.tokenizer.images is not None and decoding.policy.with_images is not None:
         images = ImageTable(scorer.tokenizer, decoding.policy.with_images, is_shared=True)
-    rewarding = scorer.streaming(request.rows, group_size, step=request.step)
+    rewarding = scorer.streaming(request.rows, group_size, request.first_groups, request.step)
     with (
         decoding.on_its_mesh(),
         rewarding as streaming,
@@ -135,6 +142,8 @@ def generate(
             stop_strings=decoding.stop_strings,
             is_evaluation=decoding.purpose == Purpose.EVALUATION,
             images=images,
+            logs=request.logs,
+            saves=request.first_groups is not None,
         ) as episodes,
     ):
         first_turns = _shared(episodes.begin())
@@ -142,23 +151,50 @@ def generate(
             images.share()
         row_ids = request.first_row_id + np.arange(num_rows)
         run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
-        keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
-        conversations = [_Conversation(first_turns[row], keys[row]) for row in range(num_rows)]
+        keys = np.array(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
+        is_old = [log is not None for log in request.logs] or [False] * num_rows
+        conversations = []
+        for row in range(num_rows):
+            # Those of other processes have no log here.
+            log = episodes.logs.get(row, EpisodeLog(seed=0))
+            if is_old[row]:
+                keys[row] = log.key
+            log.key = keys[row]
+            conversations.append(
+                _Conversation(first_turns[row], keys[row], log.turns, log.num_tokens)
+            )
+        columns = _prompt_columns(decoding.config, conversations)
         live = _live_sampler(decoding, scorer, params, conversations, images)
-        idle_seconds = _converse(decoding, live, conversations, episodes, streaming, images)
+        rounds = Rounds(request.first_groups or len(request.rows), is_old[::group_size], group_size)
+        idle_seconds = _converse(
+            decoding,
+            live,
+            conversations,
+            episodes,
+            streaming,
+            images,
+            rounds,
+            request.policy_step,
+        )
         signals.mark(decoding.purpose, "rewards", request.step)
-        results = _shared(episodes.results())
+        groups = sorted(rounds.complete)
+        taken = [row for group in groups for row in _rows_of(group, group_size)]
+        episodes.unfinished = set(episodes.logs) - set(taken)
+        own = {row: episodes.result(row) for row in taken if row in episodes.logs}
+        everyones = _shared(own)
+    results = [everyones[row] for row in taken]
+    conversations = [conversations[row] for row in taken]
     for conversation in conversations:
         conversation.end()
     config = decoding.config
     branches = [conversation.branches for conversation in conversations]
     rollout = to_rollout(
         branches,
-        keys,
+        keys[taken],
         group_size,
-        _prompt_columns(config, conversations) + config.max_new_tokens,
+        columns + config.max_new_tokens,
         config.pad_id,
-        request.policy_step,
+        np.array([conversation.turns[0].policy_step for conversation in conversations]),
     )
     if images is not None:
         rollout = images.with_own_images(rollout)
@@ -168,7 +204,8 @@ def generate(
         rows = episode_rows(replace(rollout, rewards=turn_rewards), branches, scorer.tokenizer)
         rollout = last_rows(rows)
         turn_rewards = np.zeros(rollout.action_mask.shape, np.float32)
-    names = [environment.pool.description(row).name for row in request.rows]
+    taken_rows = [request.rows[group] for group in groups]
+    names = [environment.pool.description(row).name for row in taken_rows]
     outcomes = _outcomes(
         np.repeat(names, group_size).tolist(),
         environment.is_scored,
@@ -178,17 +215,27 @@ def generate(
     )
     return Sampled(
         rollout=rollout,
-        rows=request.rows,
-        prompts=[prompts.as_text(results[row].prompt) for row in range(num_rows)],
-        completions=[prompts.as_text(results[row].messages) for row in range(num_rows)],
+        rows=taken_rows,
+        prompts=[prompts.as_text(result.prompt) for result in results],
+        completions=[prompts.as_text(result.messages) for result in results],
         lengths=np.array([len(conversation.actions) for conversation in conversations]),
         step=request.step,
         seconds=time.perf_counter() - began,
-        streamed_rewards=streaming.answers,
+        unfinished=[
+            PartialGroup(row, logs=[episodes.logs[of] for of in _rows_of(group, group_size)])
+            for group, row in enumerate(request.rows)
+            if group not in groups
+        ],
+        num_resumed_tokens=sum(conversation.num_earlier for conversation in conversations),
+        streamed_rewards=partial(streaming.answers, groups if request.first_groups else None),
         cancel_rewards=streaming.cancel,
         episodes=replace(outcomes, idle_seconds=idle_seconds),
         episode_rows=rows,
     )
+
+
+def _rows_of(group: int, group_size: int) -> range:
+    return range(group * group_size, (group + 1) * group_size)
 
 
 def _converse(
@@ -198,23 +245,44 @@ def _converse(
     episodes: Episodes,
     streaming: StreamingRewards,
     images: ImageTable | None,
+    rounds: Rounds,
+    policy_step: int,
 ) -> float:
-    """Decode turns and wait for answers, until all episodes are over.
+    """Decode turns and wait for answers, until the episodes that the step takes are over.
 
     Reward functions are asked about a group once its episodes are over. Returns the seconds in
     which no turn could be decoded.
     """
     idle_seconds = 0.0
     config = decoding.config
+    group_size = config.samples_per_prompt
     local = episodes.local
-    live.submit([_next_turn(row, conversations[row], config) for row in range(len(conversations))])
-    remaining = len(conversations)
-    while remaining:
+    # Conversations that wait for their next turn, episodes that are over, and groups about which
+    # reward functions were asked.
+    ready = list(range(len(conversations)))
+    over: set[int] = set()
+    judged: set[int] = set()
+
+    def add_turn(row: int, turn: sampler.Turn) -> None:
+        conversations[row].add_turn(turn)
+        if local.start <= row < local.stop:
+            episodes.on_turn(row, turn.tokens, turn.stopped)
+
+    while len(judged) < rounds.num_groups or not rounds.is_over:
+        logged = {row: conversations[row].logged_turn for row in ready}
+        waiting = [row for row in ready if logged[row] is None]
+        begun = rounds.may_begin(waiting)
+        live.submit([_next_turn(row, conversations[row], config) for row in begun])
+        ready = sorted(set(waiting) - set(begun))
+        for row, turn in logged.items():
+            if turn is not None:
+                add_turn(row, turn)
         for turn in live.step():
             row = turn.conversation
-            conversations[row].add_turn(turn)
-            if local.start <= row < local.stop:
-                episodes.on_turn(row, turn.tokens, turn.stopped)
+            conversations[row].turns.append(LoggedTurn(turn, policy_step))
+            add_turn(row, turn)
+            if not (local.start <= row < local.stop and episodes.has_ended(row)):
+                rounds.add_turn(row)
         # Only if no row is decoded there is nothing better to do than to wait.
         began = time.perf_counter()
         answers = _shared(episodes.poll(wait=live.is_idle))
@@ -223,15 +291,12 @@ def _converse(
         if images is not None:
             images.share()
         signals.between_segments()
-        over = {}
-        requests = []
         for row, token_ids in sorted(answers.items()):
             conversation = conversations[row]
             if token_ids is None:
                 live.close(row)
-                remaining -= 1
-                if local.start <= row < local.stop:
-                    over[row] = episodes.result(row).messages
+                rounds.end(row)
+                over.add(row)
                 continue
             read = len(token_ids)
             if not isinstance(token_ids, History):
@@ -246,9 +311,17 @@ def _converse(
                 conversation.rewrite(token_ids)
             else:
                 conversation.add_observation(token_ids)
-            requests.append(_next_turn(row, conversation, config))
-        live.submit(requests)
-        streaming.on_answered(over, {row: conversations[row].actions for row in over})
+            ready.append(row)
+        for row in range(local.start, local.stop):
+            if episodes.has_ended(row):
+                rounds.end(row)
+        for group in sorted(set(rounds.complete) - judged):
+            rows = _rows_of(group, group_size)
+            if over.issuperset(rows):
+                judged.add(group)
+                of = [row for row in rows if local.start <= row < local.stop]
+                messages = {row: episodes.result(row).messages for row in of}
+                streaming.on_answered(messages, {row: conversations[row].actions for row in of})
     return idle_seconds
 
 
@@ -322,14 +395,14 @@ def _restored(value: Any) -> Any:
 
 
 def _turn_rewards(
-    conversations: list[_Conversation], results: Mapping[int, EpisodeResult], rollout: Rollout
+    conversations: list[_Conversation], results: Sequence[EpisodeResult], rollout: Rollout
 ) -> np.ndarray:
     """Return the rewards of turns on their last actions, [rows, T] float32."""
     placed = np.zeros(rollout.action_mask.shape, np.float32)
     first_row = 0
-    for number, conversation in enumerate(conversations):
+    for conversation, result in zip(conversations, results, strict=True):
         # A turn that the environment never saw has no reward.
-        turns = zip(conversation.turn_ends, results[number].turn_rewards, strict=False)
+        turns = zip(conversation.turn_ends, result.turn_rewards, strict=False)
         for (branch, end), reward in turns:
             placed[first_row + branch, end - 1] = reward or 0.0
         first_row += len(conversation.branches)
@@ -340,11 +413,10 @@ def _outcomes(
     names: list[str],
     is_scored: bool,
     conversations: list[_Conversation],
-    results: Mapping[int, EpisodeResult],
+    ordered: Sequence[EpisodeResult],
     turn_rewards: np.ndarray,
 ) -> EpisodeOutcomes:
     """Return the environment's outcomes of the episodes."""
-    ordered = [results[row] for row in range(len(conversations))]
     totals = np.full(len(conversations), np.nan, np.float32)
     for row, result in enumerate(ordered):
         given = [reward for reward in (*result.turn_rewards, result.reward) if reward is not None]
