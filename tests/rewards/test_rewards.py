@@ -85,6 +85,9 @@ def test_a_missing_column_is_an_input_error():
         (lambda data_sources, solution_strs, ground_truths: [], "of one completion"),
         (lambda completions, trainer_state: [], "name `step`"),
         (lambda completions, log_metric, **columns: [], "the default None"),
+        (lambda env, message_log_batch, metadata: [], "NeMo RL"),
+        (lambda completions, environments, **columns: [], "--environment"),
+        (lambda completions, tests, **columns: [], "code_grpo"),
     ],
 )
 def test_the_forms_of_other_libraries_have_a_remedy(function, remedy):

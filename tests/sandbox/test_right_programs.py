@@ -407,6 +407,22 @@ def test_a_program_that_is_wrong_is_only_wrong():
 
 
 @confined
+@pytest.mark.parametrize(
+    "test",
+    [
+        # BigCodeBench's form: nothing runs the class.
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "    def test_a(self): self.assertEqual(f(1), 2)",
+        "import os\ndef check(f):\n    assert f(1) == 2",
+    ],
+)
+def test_a_test_that_runs_nothing_is_refused_whatever_the_solution(test):
+    right, wrong = "def f(x): return x + 1", "print(1)"
+    found = unit_tests.all_pass([right, wrong], [[test]] * 2, True, [right] * 2)
+    assert all(isinstance(verdict, ValueError) for verdict in found)
+
+
+@confined
 def test_rows_of_two_processes_only():
     program, test = PROGRAMS["str sub"]
     plain = "def f(): return 1"

@@ -28,7 +28,7 @@ EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
 ROLES = ("user", "assistant")
 """Roles of texts in turn."""
-ASKED = ("instruction", "question", "query")
+ASKED = ("messages", "instruction", "question", "query")
 """Columns that may hold what is asked."""
 MEDIA = ("video", "audio")
 """Kinds of content that no model reads. Columns have these names or their plurals."""
@@ -689,7 +689,7 @@ SHAPES = (
             {"prompt": next(row[name] for name in ASKED if name in row)}
             | {name: row[f"{name}_response"] for name in ("chosen", "rejected")}
         ),
-        lacks=("messages", "prompt", "chosen", "rejected"),
+        lacks=("prompt", "chosen", "rejected"),
         where=lambda row: any(name in row for name in ASKED),
         others=ASKED,
     ),
@@ -767,7 +767,7 @@ SHAPES = (
         "ms-swift's messages with a rejected answer",
         {"messages": object, "rejected_response": object},
         _rejected_answer,
-        lacks=("prompt",),
+        lacks=("prompt", "chosen_response"),
         replaced=("messages", "rejected_response"),
     ),
     Shape(

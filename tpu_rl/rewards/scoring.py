@@ -83,8 +83,9 @@ FOREIGN = {
     "log_metric": "write `if log_metric:` before its use, and the default None: a reward of weight "
     "0 is measured and not added",
     **dict.fromkeys(
-        ("completion", "response", "prompt", "reward_inputs", "sample", "state", "parser"),
-        "the form of another library is not called (verifiers, EasyR1): write "
+        ("completion", "response", "prompt", "reward_inputs", "sample", "state", "parser")
+        + ("message_log_batch",),
+        "the form of another library is not called (verifiers, EasyR1, NeMo RL): write "
         "score(prompts, completions, answer, **columns), which returns one number for each",
     ),
 }
@@ -389,6 +390,14 @@ GOLD_COLUMNS += ("target", "gold", "reference_answer", "solution")
 """Columns in which published rows have what rewards here call `answer`."""
 
 
+_OF_RUNS = {
+    **dict.fromkeys(("environments", "environment_rewards"), "name an environment: --environment"),
+    "tests": "name them by --data.columns tests=COLUMN; rows of HumanEval and MBPP are read by the "
+    "preset code_grpo",
+}
+"""What a reward may need -> how a run has it."""
+
+
 def require_columns(
     name: str,
     function: Reward,
@@ -420,6 +429,7 @@ def require_columns(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
                 fix=next(iter(foreign), None)
+                or _OF_RUNS.get(parameter.name)
                 or user_code.did_you_mean(parameter.name, list(columns))
                 or f"name the column that holds it: --data.columns {parameter.name}={column}",
             )

@@ -154,7 +154,11 @@ print("\\n" + {token!r})
 
 @functools.lru_cache(1 << 14)
 def judged_plainly(solution: str, tests: tuple[Any, ...], confine: bool = True) -> frozenset[int]:
-    """Return the numbers of the tests that a row's own solution passes in one process only."""
+    """Return the numbers of the tests that a row's own solution passes in one process only.
+
+    An empty program must fail them: a test that calls nothing, as a class of unittest, says
+    nothing.
+    """
 
     def is_strict(test: str) -> bool:
         try:
@@ -166,7 +170,9 @@ def judged_plainly(solution: str, tests: tuple[Any, ...], confine: bool = True) 
     return frozenset(
         index
         for index, test in asserting
-        if not is_strict(test) and passes_plainly(solution, test, confine=confine)
+        if not is_strict(test)
+        and passes_plainly(solution, test, confine=confine)
+        and not passes_plainly("", test, confine=confine)
     )
 
 

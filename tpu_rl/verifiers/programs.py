@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import json
 import re
 import statistics
 import textwrap
@@ -190,18 +188,9 @@ def _solutions(
     name = next((name for name in problems.SOLUTIONS if name in columns), None)
     if name is None:
         return [None] * len(prompts)
-    texts = [_first_text(value) for value in columns[name]]
+    texts = [problems.first_text(value) for value in columns[name]]
     programs, _ = _prepared(prompts, texts, tests, entry_points)
     return [program if _names(program)[0] else None for program in programs]
-
-
-def _first_text(value: Any) -> str:
-    """Return a text, or the first one of a list, which APPS writes as JSON."""
-    if isinstance(value, str) and value.startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, str) else ""
 
 
 def plain_judge(
