@@ -96,6 +96,15 @@ def test_the_forms_of_other_libraries_have_a_remedy(function, remedy):
     assert remedy in error.value.fix
 
 
+def test_a_function_that_makes_a_reward_is_none():
+    def get_reward(scale: float = 1.0):  # open-r1's form
+        return lambda completions: [scale] * len(completions)
+
+    with pytest.raises(InputError, match="reads nothing") as error:
+        score(get_reward, answer=[1] * 4)
+    assert "name what it returned" in error.value.fix
+
+
 def test_one_bad_row_does_not_spoil_the_others():
     def fails_on_three(prompts, completions, **columns):
         return [1 / (int(text) - 3) for text in completions]

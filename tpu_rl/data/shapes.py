@@ -622,7 +622,7 @@ def _rejected_answer(row: Row) -> Row:
     messages = message_forms.canonical(row["messages"], "messages")
     if not messages or _role(messages[-1]) != "assistant" or len(messages) < 2:
         raise ValueError("`messages` does not end with the chosen answer of the assistant")
-    rejected = row["rejected_response"]
+    rejected = row.get("rejected_response", row.get("rejected_message"))
     if isinstance(rejected, str):
         rejected = [{"role": "assistant", "content": rejected}]
     return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
@@ -764,11 +764,12 @@ SHAPES = (
         ),
     ),
     Shape(
-        "ms-swift's messages with a rejected answer",
-        {"messages": object, "rejected_response": object},
+        "ms-swift's and OpenPipe's messages with a rejected answer",
+        {"messages": object},
         _rejected_answer,
         lacks=("prompt", "chosen_response"),
-        replaced=("messages", "rejected_response"),
+        where=lambda row: "rejected_response" in row or "rejected_message" in row,
+        replaced=("rejected_response", "rejected_message"),
     ),
     Shape(
         "ms-swift's messages with a rejected conversation",

@@ -433,6 +433,12 @@ def require_columns(
                 or user_code.did_you_mean(parameter.name, list(columns))
                 or f"name the column that holds it: --data.columns {parameter.name}={column}",
             )
+    if accepted and not names & present and all(p.kind is not p.VAR_KEYWORD for p in accepted):
+        raise InputError(
+            f"the reward function {name} reads nothing: neither completions nor a column",
+            where=name,
+            fix="name `completions`; of a function that makes one, name what it returned",
+        )
 
 
 def parameters(function: Reward) -> list[inspect.Parameter] | None:

@@ -270,8 +270,8 @@ def judge(
     except BaseException as error:
         failure = f"{type(error).__name__}: {error}"[:500]
         # Numbers, texts and dicts of the program's own classes come without their class.
-        if isinstance(error, _OF_CLASSES) and not end.is_of_program(error):
-            word = "unclear"
+        is_of_class = isinstance(error, AttributeError | TypeError | LookupError)
+        word = "unclear" if is_of_class and not end.is_of_program(error) else word
     if end.refusals:
         return f"refused: the test gives the program {end.refusals[0]}, which is no plain value"
     word = "unclear" if end.has_objects() else word
@@ -283,9 +283,6 @@ def judge(
     if len(functions.reached) < num_asserts:
         return f"{word}: not all asserts were reached"
     return "passed"
-
-
-_OF_CLASSES = (AttributeError, TypeError, LookupError)
 
 
 class TestFunctions:
