@@ -27,7 +27,6 @@ from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import read_texts, text_of_column
 from tpu_rl.rewards import registry, scoring
 from tpu_rl.rollout import prompts
-from tpu_rl.sandbox.problems import SOLUTIONS
 from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
 from tpu_rl.wings import VERIFIERS
@@ -191,8 +190,10 @@ def _columns_of_rewards(names: Sequence[str]) -> set[str] | None:
         if base not in VERIFIERS or VERIFIERS[base].reads_reward:
             return None
         parameters = scoring.parameters(VERIFIERS[base].score) or ()
-        columns |= {"answer", *CHOICE_COLUMNS, *SOLUTIONS, *settings.values()}
+        columns |= {"answer", *CHOICE_COLUMNS, *settings.values()}
         columns |= {parameter.name for parameter in parameters}
+        if "tests" in columns:
+            columns |= {"solution", "solutions", "canonical_solution", "reference_solution"}
     return columns
 
 
