@@ -225,7 +225,6 @@ NEUTRAL: dict[str, Any] = {
     "min_tokens": 0,
     "ignore_eos": False,
     "skip_special_tokens": True,
-    "include_stop_str_in_output": False,
     "add_generation_prompt": True,
     "continue_final_message": False,
     "chat_template_kwargs": {},
