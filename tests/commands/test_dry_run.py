@@ -1,5 +1,6 @@
 """`--dry-run` shows rows as the model reads them, and fails where the run would fail."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.fixtures.dry_runs import inspect
 from tests.fixtures.picture_model import picture_tokenizer
 from tpu_rl.commands import config
 from tpu_rl.commands.checks import row_checks
-from tpu_rl.commands.tools import dry_run
+from tpu_rl.commands.tools import dry_run, gold
 from tpu_rl.errors import InputError
 
 WORDS = [f"word{i}" for i in range(8)]
@@ -163,6 +164,11 @@ def test_gold_that_its_own_reward_rejects_is_named(
     assert said in printed.err
     assert said or "gives the gold" not in printed.err
     assert f"gold of {len(rows)} rows" in printed.out
+
+
+def test_the_gold_of_a_list_of_solutions_is_its_first():
+    row = {"solution": json.dumps(["print(1)", "print(2)"])}  # APPS
+    assert next(gold._forms(row, ["solution"])) == "print(1)"
 
 
 def test_where_an_environment_answers_rewards_are_tried_on_messages(checkpoint, tmp_path, capsys):

@@ -62,6 +62,35 @@ def test_text_that_the_tokenizer_does_not_know_is_named(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("reward", "flags", "unread"),
+    [
+        ("math", [], "context, id"),  # SQuAD: the passage that the question is about
+        ("{file}:score", [], ""),
+        ("majority(of=math)", [], ""),
+        (
+            "math",
+            ["--rollout.likelihood.coef", "1", "--rollout.likelihood.column", "context"],
+            "id",
+        ),
+    ],
+)
+def test_columns_that_built_in_rewards_do_not_read_are_named(
+    tmp_path, capsys, reward, flags, unread
+):
+    file = tmp_path / "rows.jsonl"
+    row = {"id": "a", "context": "Ann is here", "question": "Who?", "answer": "Ann"}
+    file.write_text(json.dumps(row))
+    data = ["--model.path", "builtin:arithmetic", "--data.path", str(file)]
+    reward = reward.format(file=tmp_path / "mine.py")
+    config = configuration.parse(
+        ["grpo", *data, "--data.columns", "prompt=question", "--reward", reward, *flags]
+    )
+    row_checks.check(config, tokenizers.load(roles.model_path("builtin:arithmetic")), 100)
+    said = capsys.readouterr().err
+    assert (f"nothing reads: {unread}\n" in said) if unread else "nothing reads" not in said
+
+
 TOOL = {"type": "function", "function": {"name": "get_price", "parameters": {}}}
 
 

@@ -5,6 +5,7 @@ import yaml
 
 from tpu_rl.commands import config
 from tpu_rl.commands.tools import translate
+from tpu_rl.errors import InputError
 
 TRL = """
 model_name_or_path: Qwen/Qwen2.5-0.5B
@@ -91,6 +92,7 @@ def test_a_file_of_verl_becomes_a_configuration(tmp_path, capsys):
         ("generation_batch_size: 60", "not carried over: generation_batch_size: 60"),
         ("loss_type: sapo", "not carried over: loss_type: 'sapo'"),
         ("scale_rewards: [group]", "not carried over: scale_rewards: ['group']"),
+        ("max_steps: -1", "not carried over: max_steps: -1"),
     ],
 )
 def test_what_has_no_exact_counterpart_is_named(line, shown, tmp_path, capsys):
@@ -105,6 +107,33 @@ def test_generalized_advantages_are_those_of_ppo(tmp_path, capsys):
     _, text, _ = run(tmp_path, theirs, capsys)
     made = parsed(tmp_path, text)
     assert type(made.algorithm).__name__ == "PpoConfig"
+
+
+@pytest.mark.parametrize(
+    ("text", "library"),
+    [
+        # DPO's beta and the default preset would have made a run of GRPO.
+        ("model_name_or_path: m\nbeta: 0.01\nloss_type: sigmoid\n", "TRL"),
+        ("model_name_or_path: m\nlearning_rate: 2.0e-4\npacking: true\n", "TRL"),
+        ("base_model: m\nadapter: lora\nlora_r: 16\n", "axolotl"),
+        ("model_name_or_path: m\nstage: sft\nlearning_rate: 1.0e-4\n", "LLaMA-Factory"),
+        ("model: {name: m}\ncheckpointer: {output_dir: a}\nseed: 1\n", "torchtune"),
+        ("rlhf_type: dpo\nmodel: m\nseed: 1\n", "ms-swift"),
+        ("max_steps: 20\norchestrator: {batch_size: 8}\n", "prime-rl"),
+        ("trainer: {epochs: 2}\ngenerator: {n_samples_per_prompt: 5}\n", "SkyRL"),
+        ("grpo: {num_prompts_per_step: 32}\npolicy: {model_name: m}\n", "NeMo RL"),
+        ("pretrain: m\nrollout_batch_size: 128\n", "OpenRLHF"),
+    ],
+)
+def test_a_file_of_another_method_or_library_is_none_of_grpo(text, library, tmp_path, capsys):
+    code, out, left = run(tmp_path, text, capsys)
+    assert (code, out) == (2, "")
+    assert f"but of {library}" in left
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(text)
+    with pytest.raises(InputError) as error:
+        config.parse(["--config", str(ours)])
+    assert library in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "a: b: c", "something: 1"])

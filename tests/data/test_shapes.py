@@ -81,6 +81,21 @@ def test_the_shared_beginning_of_several_turns_is_the_prompt():
             PAIR,
             {"prompt": "hi", "chosen": "hello"},
         ),
+        (  # nvidia/When2Call: messages before two responses
+            {"messages": [USER], "chosen_response": GOOD, "rejected_response": BAD},
+            PAIR,
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        (  # the same, where answers are learned
+            {"messages": [USER, GOOD], "rejected_message": BAD},
+            MESSAGES,
+            {"messages": [USER, GOOD]},
+        ),
+        (  # OpenPipe
+            {"messages": [USER, GOOD], "rejected_message": BAD},
+            PAIR,
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
         (  # LDJnr/Capybara
             {"conversation": [{"input": "hi", "output": "hello"}]},
             MESSAGES,

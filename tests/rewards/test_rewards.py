@@ -85,12 +85,24 @@ def test_a_missing_column_is_an_input_error():
         (lambda data_sources, solution_strs, ground_truths: [], "of one completion"),
         (lambda completions, trainer_state: [], "name `step`"),
         (lambda completions, log_metric, **columns: [], "the default None"),
+        (lambda env, message_log_batch, metadata: [], "NeMo RL"),
+        (lambda completions, environments, **columns: [], "--environment"),
+        (lambda completions, tests, **columns: [], "code_grpo"),
     ],
 )
 def test_the_forms_of_other_libraries_have_a_remedy(function, remedy):
     with pytest.raises(InputError, match="needs a column") as error:
         score(function, data_source=[1] * 4)
     assert remedy in error.value.fix
+
+
+def test_a_function_that_makes_a_reward_is_none():
+    def get_reward(scale: float = 1.0):  # open-r1's form
+        return lambda completions: [scale] * len(completions)
+
+    with pytest.raises(InputError, match="reads nothing") as error:
+        score(get_reward, answer=[1] * 4)
+    assert "name what it returned" in error.value.fix
 
 
 def test_one_bad_row_does_not_spoil_the_others():

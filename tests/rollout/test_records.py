@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.fixtures.echo import digit, score_prompts
 from tpu_rl.diagnosis.training_health import HealthMonitor
+from tpu_rl.rewards.worker_process import ExplainedReward
 from tpu_rl.rollout import records, scoring
 
 
@@ -29,6 +30,18 @@ def test_faults_are_recorded_with_their_row_and_function():
     assert records.metrics(scored)["reward/errors"] == 2
     assert records.metrics(scored)["reward/unscored"] == 0
     assert records.warnings(scored) == ["2 of 4 completions not scored: digit: no 8 here"]
+
+
+def test_the_reason_of_a_reward_is_no_error():
+    def explained(completions):
+        return [ExplainedReward(0.0, "not carried") for _ in completions]
+
+    scored = score_prompts(["11"], {"first": explained, "length": length}, group_size=2)
+    record = records.records(scored, step=3)[0]
+    assert (record["reward"], record["reason"]) == (1.0, "first: not carried")
+    assert "error" not in record
+    assert records.metrics(scored)["reward/errors"] == 0
+    assert records.warnings(scored) == scored.errors == []
 
 
 def test_completions_that_no_function_judges_are_counted_and_said_once():

@@ -3,6 +3,8 @@
 import pytest
 
 from tests.fixtures.sandboxes import confined
+from tpu_rl import rewards, sandbox
+from tpu_rl.rewards import registry
 from tpu_rl.sandbox import unit_tests
 
 PROGRAMS = {
@@ -143,6 +145,14 @@ PROGRAMS = {
     "hasattr": (
         ("class V:\n    def go(s): return 1"),
         ("ok = hasattr(V(),'go')\nassert ok and not hasattr(V(),'stop')"),
+    ),
+    "hasattr of none": (
+        ("class V:\n    def go(s): return 1"),
+        ("v = V()\nx = 1 if hasattr(v, 'stop') else v.go()\nassert x == 1"),
+    ),
+    "getattr default": (
+        ("class V:\n    a = 1"),
+        "x = getattr(V(), 'b', 7)\nassert x == 7 and getattr(V(), 'a', 7) == 1",
     ),
     "subclass of program": (
         ("class B:\n    def f(s): return 1"),
@@ -333,6 +343,7 @@ PROGRAMS = {
 CARRIED = (
     *("unary invert", "shift", "abs", "int", "float", "floor", "iadd", "range index", "pos"),
     *("enum", "deque maxlen", "ordering", "dataclass", "mixed num", "hasattr", "getitem"),
+    "hasattr of none",
 )
 """Kinds that the judge of two processes carries, as no test says otherwise."""
 QUICK = ("shift", "iadd", "str sub", "match class")
@@ -357,7 +368,81 @@ def test_no_right_program_gets_0_beside_its_rows_solution(names):
 @pytest.mark.slow
 def test_the_judge_of_two_processes_carries_most_of_them():
     assert judge(CARRIED, False) == dict.fromkeys(CARRIED, True)
-    assert sum(value is True for value in judge(tuple(PROGRAMS), False).values()) >= 45
+    found = judge(tuple(PROGRAMS), False)
+    assert sum(value is True for value in found.values()) >= 46
+    assert [name for name, value in found.items() if value is False] == []
+
+
+@confined
+@pytest.mark.parametrize(
+    ("program", "test", "why"),
+    [
+        (*PROGRAMS["str sub"], "'str' object has no attribute 'shout'"),
+        (*PROGRAMS["linked list own class"], "does not change in this call: n"),
+        (
+            "def f(x):\n    x.append(1)\n    return x",
+            "xs = []\nassert f(xs) is xs",
+            "line 2 of the test",
+        ),
+        (
+            "def f():\n    return __import__('collections').defaultdict(int)",
+            "assert f()[1] == 0",
+            "KeyError",
+        ),
+        ("class A:\n    __bool__ = lambda s: False", "assert not A()", "line 1 of the test"),
+    ],
+)
+def test_what_two_processes_do_not_carry_is_named(program, test, why):
+    verdict = unit_tests.verdict_on(program, test)
+    assert isinstance(verdict, unit_tests.Uncarried)
+    assert why in verdict.why
+
+
+@confined
+def test_a_program_that_is_wrong_is_only_wrong():
+    loops = "def f(x):\n    while True: pass"
+    limits = sandbox.SandboxLimits(seconds=1)
+    for program in ("def f(x): return x", "def f(x): return [x]", loops):
+        assert unit_tests.verdict_on(program, "x = 1\nassert f(x) == 2", limits) is False
+
+
+@confined
+@pytest.mark.parametrize(
+    "test",
+    [
+        # BigCodeBench's form: nothing runs the class.
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "    def test_a(self): self.assertEqual(f(1), 2)",
+        "import os\ndef check(f):\n    assert f(1) == 2",
+    ],
+)
+def test_a_test_that_runs_nothing_is_refused_whatever_the_solution(test):
+    right, wrong = "def f(x): return x + 1", "print(1)"
+    found = unit_tests.all_pass([right, wrong], [[test]] * 2, True, [right] * 2)
+    assert all(isinstance(verdict, ValueError) for verdict in found)
+
+
+@confined
+def test_rows_of_two_processes_only():
+    program, test = PROGRAMS["str sub"]
+    plain = "def f(): return 1"
+    columns = {"tests": [[test], ["assert f() == 1"]], "solution": [program, plain]}
+    found = [
+        registry.resolve(name)(["q"] * 2, [program, plain], **columns)
+        for name in ("python_tests", "python_tests(plain=false)")
+    ]
+    assert found == [[1, 1], [None, 1]]
+
+
+@confined
+def test_the_reason_of_a_0_is_kept_beside_it():
+    program, test = PROGRAMS["str sub"]
+    function = registry.resolve("python_tests")
+    scores = rewards.score({"python_tests": function}, ["q"], [program], {"tests": [[test]]}, 0.0)
+    assert scores.totals.tolist() == [0.0]
+    assert "has no attribute 'shout'" in scores.faults[0].message
+    half = registry.resolve("brier(of=python_tests)")
+    assert rewards.score({"brier": half}, ["q"], [program], {"tests": [[test]]}).totals[0] == -1
 
 
 @confined

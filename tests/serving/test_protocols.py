@@ -343,6 +343,27 @@ def test_what_is_not_here_is_refused_by_name(path, name, value):
     assert name in said or (path, name) == ("messages", "max_tokens")
 
 
+@pytest.mark.parametrize(
+    ("neutral", "other"),
+    [
+        *(
+            ({"min_tokens": 0}, 5),
+            ({"repetition_penalty": 1.0}, 1.1),
+            ({"ignore_eos": False}, True),
+        ),
+        *(({"modalities": ["text"]}, ["text", "audio"]), ({"skip_special_tokens": True}, False)),
+        *(({"continue_final_message": False}, True), ({"add_generation_prompt": True}, False)),
+        *(({"chat_template_kwargs": {}}, {"enable_thinking": False}), ({"n": 1}, 2)),
+    ],
+)
+def test_defaults_that_vllms_clients_write_out_change_nothing(running, neutral, other):
+    body = BODIES["/chat/completions"]
+    assert running.ask("/chat/completions", body | neutral)[0] == 200
+    (name,) = neutral
+    status, answer = running.ask("/chat/completions", body | {name: other})
+    assert (status, answer["error"]["param"]) == (400, name)
+
+
 def test_the_last_message_is_not_continued():
     body = BODIES["/messages"] | {"messages": [user("a"), {"role": "assistant", "content": "b"}]}
     with pytest.raises(ApiError, match="not continued"):

@@ -81,11 +81,14 @@ def local_loss(name, learner, own, data):
         x, a, q = x[:, 0], given["advantages"], given["logprobs"]
         ratio = jnp.exp(x - q)
         clipped = jnp.clip(ratio, 0.8, 1.2)
+        mean = jnp.exp((x - q).mean())
+        of_token = jax.lax.stop_gradient(mean) * jnp.exp(x - jax.lax.stop_gradient(x))
         formulas = {
             "importance_sampling": -ratio * a,
             "ppo": -jnp.minimum(ratio * a, clipped * a),
             "cispo": -jax.lax.stop_gradient(clipped) * a * x,
             "dro": -(a * x - 0.025 * (x - q) ** 2),
+            "gspo": -jnp.minimum(of_token * a, jnp.clip(of_token, 1 - 3e-4, 1 + 4e-4) * a),
         }
         total += formulas[name].sum()
     return total

@@ -244,11 +244,11 @@ def test_work_is_done_in_the_order_of_its_numbers_and_once(running):
 
 def test_a_bad_request_fails_alone_and_keeps_its_place(running):
     model = running.client()
-    bad = running.backward(model, 1, loss="gspo")
+    bad = running.backward(model, 1, loss="custom")
     worse = running.step(model, 2, learning_rate=1.0, warmup=3)
     empty = running.step(model, 3)
     good = running.backward(model, 4, forward=True)
-    assert "gspo" in running.result(bad)["error"]
+    assert "custom" in running.result(bad)["error"]
     assert running.result(worse) == {
         "error": "unknown key adam_params.warmup",
         "category": "user",
@@ -302,8 +302,9 @@ def test_losses_have_their_values_by_hand():
     x, q, a = np.log([0.6, 0.2, 0.5]), np.log([0.3, 0.4, 0.5]), np.array([1.0, 2.0, 0.0])
     low = high = np.full(3, 0.2, np.float32)
     weights = np.array([[0.5], [0.0], [2.0]])
-    numbers = Numbers(np.zeros((3, 1), int), weights, q, a, low, high)
+    numbers = Numbers(np.zeros((3, 1), int), weights, q, a, low, high, None)
     numbers = Numbers(*(np.asarray(part, np.float32)[None] for part in numbers))
+    numbers = numbers._replace(sequence_ids=np.ones((1, 3), np.int32))
     expected = {
         "cross_entropy": [-0.5 * np.log(0.6), 0.0, -2 * np.log(0.5)],
         "importance_sampling": [-2.0, -1.0, 0.0],
@@ -311,6 +312,8 @@ def test_losses_have_their_values_by_hand():
         "ppo": [-1.2, -1.0, 0.0],
         "cispo": [-1.2 * np.log(0.6), -0.8 * 2 * np.log(0.2), 0.0],
         "dro": (-(a * x - 0.025 * (x - q) ** 2)).tolist(),
+        # The mean log-ratio of the two tokens that count is 0.
+        "gspo": [-1.0, -2.0, 0.0],
     }
     for name, loss in losses.LOSSES.items():
         found = loss.losses(np.float32(x)[None, :, None], numbers, np.float32(0.05))

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.sandboxes import confined
 from tpu_rl import rewards
 from tpu_rl.rewards import registry
 from tpu_rl.verifiers.programs import program_of
+from tpu_rl.wings import VERIFIERS
 
 THOUGHT = "<think>I tried 7 and \\boxed{7}</think>"
 
@@ -229,20 +231,61 @@ def test_gold_that_nothing_matches_is_a_fault(name, gold):
 
 
 OTHERS = json.loads(Path(__file__).with_name("known_answers.json").read_text())
+WHOLE_TEXTS = {"reverse", "reverse_characters"} | {
+    f"search_{kind}" for kind in ("answer", "called", "format")
+}
+"""They compare whole texts, so few forms are right."""
+RUN_PROGRAMS = {"python_tests", "python_checks"}
+NO_ANSWERS = {
+    "of another reward": {"after", "for_rows", "consistent", "cosine_length", "easy_length"},
+    "reads what brier reads": {"doubt"},
+    "of other completions": {"majority"},
+    "of a model": {"dense", "implicit", "judge", "pair_judge", "similarity"},
+    "python_tests and a clock": {"python_speed", "plain_judge"},
+    "counts, and no answer is right": {"coin", "effort", "listed_items", "phrases", "repetition"},
+    "what the settings or the environment say": {"pattern", "environment"},
+}
+"""Why a reward has no known answers -> such rewards."""
 
 
-@pytest.mark.parametrize("spec", OTHERS)
-def test_other_verifiers_accept_right_answers_and_no_tricks(spec):
-    columns, best, right, tricks = OTHERS[spec].values()
-    assert min(len(right), len(tricks)) >= 20
+def specs():
+    """List the rewards of the table; those that run programs are slow, and need the sandbox."""
+    marks = [confined, pytest.mark.slow]
+    return [
+        pytest.param(spec, marks=marks if spec in RUN_PROGRAMS else ()) for spec in sorted(OTHERS)
+    ]
+
+
+@pytest.mark.parametrize("spec", specs())
+def test_other_verifiers_accept_right_answers_and_no_tricks(spec, tmp_path):
+    case = OTHERS[spec]
+    right, tricks = case["right"], case["tricks"]
+    assert len(right) >= 20 or spec in WHOLE_TEXTS
+    assert len(tricks) >= 20
+    if "documents" in case:
+        pytest.importorskip("bm25s")
+        rows = [{"id": f"d{n}", "text": text} for n, text in enumerate(case["documents"])]
+        file = tmp_path / "documents.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        spec = spec.replace("DOCUMENTS", str(file))
     completions = [*right, *tricks]
-    rows = {name: [value] * len(completions) for name, value in columns.items()}
-    found = registry.resolve(spec)(
-        prompts=["q"] * len(completions), completions=completions, **rows
-    )
-    wrong = [text for text, value in zip(right, found, strict=False) if value != best]
-    gamed = [text for text, value in zip(tricks, found[len(right) :], strict=True) if value >= best]
+    columns = {name: [value] * len(completions) for name, value in case["columns"].items()}
+    prompts = [case.get("prompt", "q")] * len(completions)
+    found = registry.resolve(spec)(prompts=prompts, completions=completions, **columns)
+    wrong = [text for text, value in zip(right, found, strict=False) if value != case["best"]]
+    gamed = [
+        text
+        for text, value in zip(tricks, found[len(right) :], strict=True)
+        if value is not None and value >= case["best"]
+    ]
     assert (wrong, gamed) == ([], [])
+
+
+def test_every_verifier_has_known_answers_or_a_reason_why_not():
+    others = {spec.partition("(")[0] for spec in OTHERS}
+    reasons = set().union(*NO_ANSWERS.values())
+    assert RIGHT.keys() | others | reasons == set(VERIFIERS)
+    assert not reasons & (RIGHT.keys() | others)
 
 
 CALL = '[{"name": "f", "arguments": {"n": 1, "deep": [true]}}]'

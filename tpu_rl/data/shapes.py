@@ -28,7 +28,7 @@ EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
 ROLES = ("user", "assistant")
 """Roles of texts in turn."""
-ASKED = ("instruction", "question", "query")
+ASKED = ("messages", "instruction", "question", "query")
 """Columns that may hold what is asked."""
 MEDIA = ("video", "audio")
 """Kinds of content that no model reads. Columns have these names or their plurals."""
@@ -622,7 +622,7 @@ def _rejected_answer(row: Row) -> Row:
     messages = message_forms.canonical(row["messages"], "messages")
     if not messages or _role(messages[-1]) != "assistant" or len(messages) < 2:
         raise ValueError("`messages` does not end with the chosen answer of the assistant")
-    rejected = row["rejected_response"]
+    rejected = row.get("rejected_response", row.get("rejected_message"))
     if isinstance(rejected, str):
         rejected = [{"role": "assistant", "content": rejected}]
     return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
@@ -689,7 +689,7 @@ SHAPES = (
             {"prompt": next(row[name] for name in ASKED if name in row)}
             | {name: row[f"{name}_response"] for name in ("chosen", "rejected")}
         ),
-        lacks=("messages", "prompt", "chosen", "rejected"),
+        lacks=("prompt", "chosen", "rejected"),
         where=lambda row: any(name in row for name in ASKED),
         others=ASKED,
     ),
@@ -764,11 +764,12 @@ SHAPES = (
         ),
     ),
     Shape(
-        "ms-swift's messages with a rejected answer",
-        {"messages": object, "rejected_response": object},
+        "ms-swift's and OpenPipe's messages with a rejected answer",
+        {"messages": object},
         _rejected_answer,
-        lacks=("prompt",),
-        replaced=("messages", "rejected_response"),
+        lacks=("prompt", "chosen_response"),
+        where=lambda row: "rejected_response" in row or "rejected_message" in row,
+        replaced=("rejected_response", "rejected_message"),
     ),
     Shape(
         "ms-swift's messages with a rejected conversation",

@@ -83,8 +83,9 @@ FOREIGN = {
     "log_metric": "write `if log_metric:` before its use, and the default None: a reward of weight "
     "0 is measured and not added",
     **dict.fromkeys(
-        ("completion", "response", "prompt", "reward_inputs", "sample", "state", "parser"),
-        "the form of another library is not called (verifiers, EasyR1): write "
+        ("completion", "response", "prompt", "reward_inputs", "sample", "state", "parser")
+        + ("message_log_batch",),
+        "the form of another library is not called (verifiers, EasyR1, NeMo RL): write "
         "score(prompts, completions, answer, **columns), which returns one number for each",
     ),
 }
@@ -97,7 +98,7 @@ of a value is an error on that completion alone."""
 
 @dataclass(frozen=True)
 class RewardFault:
-    """A completion that a reward function failed to score."""
+    """A completion that a reward function failed to score, or says why it gave its value."""
 
     function: str
     row: int
@@ -106,6 +107,8 @@ class RewardFault:
     """The traceback through the user's code, if there is one."""
     fix: str = ""
     """The remedy, where a function wants what nothing passes."""
+    is_scored: bool = False
+    """True if the completion has its value all the same, with `message` as the reason."""
 
 
 class FunctionScores(NamedTuple):
@@ -187,7 +190,7 @@ def score(
         of_functions[name] = function_scores.segments
     terms = terms or [RewardTerm(name) for name in parts]
     totals = reward_terms.totals(terms, parts)
-    faulty_rows = sorted({fault.row for fault in faults})
+    faulty_rows = sorted({fault.row for fault in faults if not fault.is_scored})
     totals[faulty_rows] = np.nan
     scores = Scores(totals, parts, faults, _segments_of_totals(terms, parts, of_functions))
     require_few_faults(scores, completions, max_fault_share)
@@ -215,16 +218,17 @@ def _segments_of_totals(
 
 def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_share: float) -> None:
     """Raise InputError if more than that share of the completions have a fault."""
-    faulty_rows = {fault.row for fault in scores.faults}
-    if len(faulty_rows) > max_fault_share * len(completions):
-        first = scores.faults[0]
+    faults = [fault for fault in scores.faults if not fault.is_scored]
+    count = len({fault.row for fault in faults})
+    if count > max_fault_share * len(completions):
+        first = faults[0]
         frames = textwrap.indent(first.frames.rstrip(), "    ")
         remedy = "repair the function; return None for what should not be scored"
         if first.function.partition("(")[0] in VERIFIERS:
             remedy = "repair such rows, or leave them out"
         remedy = first.fix or remedy
         raise InputError(
-            f"reward functions fail on {len(faulty_rows)} of {len(completions)} completions",
+            f"reward functions fail on {count} of {len(completions)} completions",
             where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
             why=f"{first.message}\n{frames}".rstrip(),
             fix=f"{remedy}; limits: --reward-limits",
@@ -278,6 +282,8 @@ def apply(
             value = segments.total(parts)
         elif parts is not None:
             value = RewardFailure(parts)
+        if isinstance(value, worker_process.ExplainedReward):
+            faults.append(RewardFault(name, i, value.reason, is_scored=True))
         number = as_number(value)
         if isinstance(number, str):
             frames = value.frames if isinstance(value, RewardFailure) else ""
@@ -384,6 +390,14 @@ GOLD_COLUMNS += ("target", "gold", "reference_answer", "solution")
 """Columns in which published rows have what rewards here call `answer`."""
 
 
+_OF_RUNS = {
+    **dict.fromkeys(("environments", "environment_rewards"), "name an environment: --environment"),
+    "tests": "name them by --data.columns tests=COLUMN; rows of HumanEval and MBPP are read by the "
+    "preset code_grpo",
+}
+"""What a reward may need -> how a run has it."""
+
+
 def require_columns(
     name: str,
     function: Reward,
@@ -415,9 +429,16 @@ def require_columns(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
                 fix=next(iter(foreign), None)
+                or _OF_RUNS.get(parameter.name)
                 or user_code.did_you_mean(parameter.name, list(columns))
                 or f"name the column that holds it: --data.columns {parameter.name}={column}",
             )
+    if accepted and not names & present and all(p.kind is not p.VAR_KEYWORD for p in accepted):
+        raise InputError(
+            f"the reward function {name} reads nothing: neither completions nor a column",
+            where=name,
+            fix="name `completions`; of a function that makes one, name what it returned",
+        )
 
 
 def parameters(function: Reward) -> list[inspect.Parameter] | None:

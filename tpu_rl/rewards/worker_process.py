@@ -35,6 +35,17 @@ class RewardFailure(Exception):
         completion, and nobody knows which value belongs to which."""
 
 
+class ExplainedReward(float):
+    """A reward with its reason, which samples.jsonl shows."""
+
+    reason: str
+
+    def __new__(cls, value: float, reason: str):
+        reward = super().__new__(cls, value)
+        reward.reason = reason
+        return reward
+
+
 # --- the user's function ---
 
 

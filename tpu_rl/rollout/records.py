@@ -93,7 +93,7 @@ def warnings(scored: Scored, max_lines: int = 3) -> list[str]:
 
     The most frequent error comes first.
     """
-    faults = all_sampled(scored).faults + _faults_of_added_rows(scored)
+    faults = all_sampled(scored).failures + _failures_of_added_rows(scored)
     counts = Counter(fault for fault in faults if fault)
     lines = [
         redact(f"{count} of {len(faults)} completions not scored: {fault}")
@@ -105,11 +105,11 @@ def warnings(scored: Scored, max_lines: int = 3) -> list[str]:
     return lines
 
 
-def _faults_of_added_rows(scored: Scored) -> list[str]:
+def _failures_of_added_rows(scored: Scored) -> list[str]:
     if scored.rollout.source is None:
         return []
     rows = np.flatnonzero(scored.rollout.source)
-    return [scored.faults[row] for row in rows]
+    return [scored.failures[row] for row in rows]
 
 
 def of_data(rows: Sequence[Row], step: int) -> list[dict[str, Any]]:
@@ -145,11 +145,11 @@ def of_data(rows: Sequence[Row], step: int) -> list[dict[str, Any]]:
 def records(scored: Scored, step: int) -> list[dict[str, Any]]:
     """Return one samples.jsonl object per completion of the batch.
 
-    A completion that is not scored has the reason in `error`. One that the policy did not write has
-    its `source`: expert, hint or replay. A conversation with an environment
-    has its `messages`, and its numbers of turns, calls, errors and read tokens in `episode`. One
-    about images has them in `images`, and the last coordinates that the completion and the answer
-    of the data give in `marks`.
+    A completion that is not scored has the reason in `error`, and one whose reward is explained in
+    `reason`. One that the policy did not write has its `source`: expert, hint or replay. A
+    conversation with an environment has its `messages`, and its numbers of turns, calls, errors
+    and read tokens in `episode`. One about images has them in `images`, and the last coordinates
+    that the completion and the answer of the data give in `marks`.
     """
     objects = []
     judged = is_judged(scored)
@@ -164,7 +164,7 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
             "parts": {name: float(part[row]) for name, part in scored.parts.items()},
         }
         if fault:
-            record["error"] = fault
+            record["error" if np.isnan(scored.rewards[row]) else "reason"] = fault
         if scored.rollout.source is not None and scored.rollout.source[row]:
             record["source"] = RowSource(int(scored.rollout.source[row])).name.lower()
         if scored.episodes is not None:

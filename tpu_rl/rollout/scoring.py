@@ -157,7 +157,8 @@ class Scored:
     parts: dict[str, np.ndarray]
     """The values of each reward function, without weights and gates."""
     faults: list[str]
-    """The error with which a reward function failed on the completion; "" if none did."""
+    """The error with which a reward function failed on the completion, or the reason that it gives
+    for its reward; "" if there is none."""
     rows: list[Row]
     """The data row of each group."""
     seconds_rollout: float
@@ -174,7 +175,13 @@ class Scored:
     @property
     def errors(self) -> list[str]:
         """One message per completion that a reward function failed on, with its row."""
-        return [f"row {row}, {fault}" for row, fault in enumerate(self.faults) if fault]
+        return [f"row {row}, {fault}" for row, fault in enumerate(self.failures) if fault]
+
+    @property
+    def failures(self) -> list[str]:
+        """The fault of each completion without a reward; "" for all others."""
+        is_scored = np.isfinite(self.rewards)
+        return ["" if one else fault for fault, one in zip(self.faults, is_scored, strict=True)]
 
 
 def describe(rows: list[Row], rollout: Rollout, tokenizer: Tokenizer) -> Sampled:
@@ -325,7 +332,8 @@ def with_episodes(
     failed = np.array([bool(fault) for fault in episodes.faults])
     if episodes.is_scored and adds_rewards:
         # A function that does not score an episode leaves it to the environment; a fault does not.
-        is_faulty = np.isin(np.arange(len(totals)), [fault.row for fault in scores.faults])
+        failed_rows = [fault.row for fault in scores.faults if not fault.is_scored]
+        is_faulty = np.isin(np.arange(len(totals)), failed_rows)
         judged = np.where(np.isfinite(totals) | is_faulty, totals, 0) if are_judged else 0.0
         known = np.isfinite(episodes.rewards)
         alone = totals if are_judged else np.full_like(totals, np.nan)

@@ -114,9 +114,17 @@ class JudgeEnd(End):
             self._kept.append(error)
         raise error
 
+    def is_of_program(self, error: BaseException) -> bool:
+        """Return True for an exception that came from the program."""
+        return id(error) in self._program_errors
+
+    def has_objects(self) -> bool:
+        """Return True if one end has objects of the other one beside those that the test names."""
+        return bool(self._own) or any(id(p) not in self.named for p in self._proxies.values())
+
     def raise_again(self, error: BaseException | None) -> None:
         """Record that a handler of the test passes an exception on."""
-        if error is not None and id(error) in self._program_errors:
+        if error is not None and self.is_of_program(error):
             self.unhandled[id(error)] = error
 
     def send_error(self, error: BaseException) -> None:
@@ -125,7 +133,7 @@ class JudgeEnd(End):
         It is the program's to handle: it need not have called the function. But it must not hide an
         assert that is false, or one that was skipped.
         """
-        if isinstance(error, AssertionError) and id(error) not in self._program_errors:
+        if isinstance(error, AssertionError) and not self.is_of_program(error):
             raise Closed(f"a function of the test found an error: {error}")
         if _skips_assert(error.__traceback__):
             raise Closed(f"{type(error).__name__} ended a function with asserts: {error}")
@@ -239,7 +247,8 @@ def judge(
 ) -> str:
     """Run a test, and return "passed" or the reason why the program does not pass.
 
-    A reason that begins with "refused" means that the test cannot be judged at all.
+    A reason that begins with "refused" means that the test cannot be judged at all; with "unclear",
+    that the test used more of the program than plain values, which the channel may not carry.
 
     Args:
         code: see `unit_tests.prepare`, as for the next two.
@@ -253,21 +262,26 @@ def judge(
     sys.setrecursionlimit(MAX_RECURSION)
     functions = TestFunctions(end)
     failure = ""
+    word = "failed"
     try:
         exec(code, {"__name__": TEST, "__builtins__": Names(end, functions, program_names)})
     except SystemExit as error:
         failure = f"the test ended with {error.code!r:.100}" if error.code else ""
     except BaseException as error:
         failure = f"{type(error).__name__}: {error}"[:500]
+        # Numbers, texts and dicts of the program's own classes come without their class.
+        is_of_class = isinstance(error, AttributeError | TypeError | LookupError)
+        word = "unclear" if is_of_class and not end.is_of_program(error) else word
     if end.refusals:
         return f"refused: the test gives the program {end.refusals[0]}, which is no plain value"
+    word = "unclear" if end.has_objects() else word
     if Closed.reasons or failure:
-        return f"failed: {(Closed.reasons or [failure])[0]}"
+        return f"{word}: {(Closed.reasons or [failure])[0]}"
     if end.unhandled:
         (error, *_) = end.unhandled.values()
-        return f"failed: the program's {type(error).__name__} ended a part of the test"
+        return f"{word}: the program's {type(error).__name__} ended a part of the test"
     if len(functions.reached) < num_asserts:
-        return "failed: not all asserts were reached"
+        return f"{word}: not all asserts were reached"
     return "passed"
 
 
@@ -284,9 +298,9 @@ class TestFunctions:
         self.reached.update({number} - {-1})
         # Not an exception: the test could catch it.
         if isinstance(value, Remote) and not _plain(value):
-            raise Closed("an assert is about an object of the program")
+            raise Closed(f"{_where()} is about an object of the program")
         if not value:
-            raise Closed("an assert is false")
+            raise Closed(f"{_where()} is false")
 
     def effect(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function for its effect, so that the program's changes of the arguments count.
@@ -365,6 +379,11 @@ class Names(dict[str, Any]):
 
 BOUND_METHODS = (type([].append), type([].__len__))
 """Types of the methods of containers, whose `__self__` is the container."""
+
+
+def _where() -> str:
+    """Name the assert that is judged by its line in the test."""
+    return f"the assert in line {sys._getframe(2).f_lineno} of the test"
 
 
 def _is_remote(value: Any) -> bool:

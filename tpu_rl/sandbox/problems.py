@@ -8,6 +8,8 @@ it, as its author read it.
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import re
 import symtable
 from collections.abc import Mapping, Sequence
@@ -54,6 +56,15 @@ def with_tests(row: Mapping[str, Any]) -> dict[str, Any]:
             setup = [row.get("test_setup_code") or "", *(row.get("test_imports") or ())]
             return {**row, "tests": ["\n".join([*setup, test]) for test in row["test_list"]]}
     return dict(row)
+
+
+def first_text(value: Any) -> str:
+    """Return a text, or the first one of a list, which APPS writes as JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
 
 
 def check(row: Mapping[str, Any]) -> None:

@@ -92,7 +92,8 @@ def judge(
 ) -> str:
     """Run a test of a program in a process of its own, and return the verdict.
 
-    It is "passed" or a reason (see `judge_end.judge`). All together has the time of one program.
+    It is "passed" or a reason (see `judge_end.judge`), "ended: ..." beyond a limit. All together
+    has the time of one program.
 
     Args:
         program: Python source.
@@ -131,7 +132,7 @@ def judge(
             # Without a reason it was this function that ended it, before it began.
             if str(error):
                 raise
-    return outcome.verdict or f"failed: the test ended with {outcome.ended or 'no verdict'}"
+    return outcome.verdict or f"ended: the test ended with {outcome.ended or 'no verdict'}"
 
 
 def require() -> None:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import secrets
 import symtable
 import sys
@@ -68,7 +67,7 @@ EVALUATORS = {"eval", "exec", "compile", "__import__", "__builtins__", "__loader
 def passes(
     program: str, test: Any, limits: SandboxLimits | None = None, confine: bool = True
 ) -> bool:
-    """Return True if a program passes a test.
+    """Return True if a program passes a test in a process apart from it.
 
     Args:
         program: Python source.
@@ -80,25 +79,51 @@ def passes(
     Raises:
         ValueError: if the test is neither.
     """
+    return verdict_on(program, test, limits, confine) is True
+
+
+class Uncarried(NamedTuple):
+    """A verdict: the program passes together with its test, but not in a process of its own."""
+
+    why: str
+    """What the channel did not carry, or what a program did that forges."""
+
+
+def verdict_on(
+    program: str, test: Any, limits: SandboxLimits | None = None, confine: bool = True
+) -> bool | Uncarried:
+    """Return whether a program passes a test; see `passes`."""
     match test:
         case {"input": str() as stdin, "output": str() as output}:
             outcome = run(program, stdin, limits=limits, confine=confine)
             return not outcome.ended and _lines(outcome.printed) == _lines(output)
         case str():
-            verdict = judge(program, *prepare(test), limits=limits, confine=confine)
-            if verdict.startswith("refused"):
+            prepared = prepare(test)
+            verdict = judge(program, *prepared, limits=limits, confine=confine)
+            kind, _, why = verdict.partition(": ")
+            if kind == "failed" and _keeps_arguments(test, prepared.program_names):
+                kind = "unclear"
+            if kind == "refused":
                 raise ValueError(f"{verdict}, in the test {test!r:.100}")
-            if _BEYOND.search(verdict):
-                _say_once(f"the judge of programs cannot carry this: {verdict[8:200]}; {REMEDY}")
+            if kind == "unclear" and passes_plainly(program, test, limits, confine):
+                _say_once(UNCARRIED)
+                return Uncarried(f"it passes in one process, but not apart from its test: {why}")
             return verdict == "passed"
     raise _not_a_test(test)
 
 
-_BEYOND = re.compile(
-    r"'Remote'|no plain value|object of the program|program's object|operator's|of the test does"
+def _keeps_arguments(test: str, program_names: set[str]) -> bool:
+    """Return True if a test has its arguments by name, so that it can see what becomes of them."""
+    tree = ast.parse(test)
+    derived = _derived_names(tree, program_names) | TEST_NAMES
+    arguments = [arg for part in ast.walk(tree) if isinstance(part, ast.Call) for arg in part.args]
+    return any(_value_names(arg) - derived for arg in arguments)
+
+
+UNCARRIED = (
+    "a program passes in one process, but not apart from its test, and gets 0: samples.jsonl says "
+    "why; rows with a `solution` that does so are judged in one process"
 )
-"""In a verdict: the test does with an object of the program what the channel does not carry."""
-REMEDY = "such programs get 0, unless the row has a `solution` that passes in one process"
 
 
 @functools.cache
@@ -129,7 +154,11 @@ print("\\n" + {token!r})
 
 @functools.lru_cache(1 << 14)
 def judged_plainly(solution: str, tests: tuple[Any, ...], confine: bool = True) -> frozenset[int]:
-    """Return the numbers of the tests that a row's own solution passes in one process only."""
+    """Return the numbers of the tests that a row's own solution passes in one process only.
+
+    An empty program must fail them: a test that calls nothing, as a class of unittest, says
+    nothing.
+    """
 
     def is_strict(test: str) -> bool:
         try:
@@ -141,7 +170,9 @@ def judged_plainly(solution: str, tests: tuple[Any, ...], confine: bool = True) 
     return frozenset(
         index
         for index, test in asserting
-        if not is_strict(test) and passes_plainly(solution, test, confine=confine)
+        if not is_strict(test)
+        and passes_plainly(solution, test, confine=confine)
+        and not passes_plainly("", test, confine=confine)
     )
 
 
@@ -522,6 +553,10 @@ class _Rewrite(ast.NodeTransformer):
         """Last line with an assert of the `with` that is visited."""
         self._has_type = True
         """True if `type` is the builtin."""
+        self._decisive: set[str] = set()
+        """Names that the test reads outside of asserts, so that they may decide what it does."""
+        self._own: set[str] = set()
+        """Functions and classes of the test, which may have asserts."""
         self.num_asserts = 0
         """Asserts that must be reached: those of constants, as `assert False`, need not."""
 
@@ -534,14 +569,28 @@ class _Rewrite(ast.NodeTransformer):
             and isinstance(part.ctx, ast.Store)
             for part in ast.walk(node)
         )
+        asserted = [part.test for part in ast.walk(node) if isinstance(part, ast.Assert)]
+        parts = {part for test in asserted for part in ast.walk(test)}
+        self._decisive = {
+            part.id
+            for part in ast.walk(node)
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and part not in parts
+        }
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        self._own = {p.name for p in ast.walk(node) if isinstance(p, kinds)}
+        self.generic_visit(node)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        names = {part.id for part in node.targets if isinstance(part, ast.Name)}
+        skips = names & self._decisive or _loaded_names(node.value) & self._own
+        if len(names) == len(node.targets) and not skips:
+            _ask_of_attributes(node.value)
         self.generic_visit(node)
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        for part in ast.walk(node.test):
-            # Here a missing attribute is an answer, and no failure of the program.
-            if isinstance(part, ast.Name) and part.id == "hasattr":
-                part.id = "<hasattr>"
+        _ask_of_attributes(node.test)
         self.generic_visit(node)
         number = -1
         if not isinstance(node.test, ast.Constant) and node not in self._unused:
@@ -608,6 +657,13 @@ class _Rewrite(ast.NodeTransformer):
         arguments = [node.context_expr, ast.Constant(self._last_assert)]
         node.context_expr = ast.Call(ast.Name("<context>", ast.Load()), arguments, [])
         return node
+
+
+def _ask_of_attributes(value: ast.expr) -> None:
+    """Make a missing attribute an answer, and no failure of the program, in what asserts judge."""
+    for part in ast.walk(value):
+        if isinstance(part, ast.Name) and part.id == "hasattr":
+            part.id = "<hasattr>"
 
 
 def _lines(text: str) -> list[str]:
@@ -759,7 +815,7 @@ def all_pass(
     tests: Sequence[Any],
     confine: bool = True,
     solutions: Sequence[str | None] | None = None,
-) -> list[bool | ValueError]:
+) -> list[bool | Uncarried | ValueError]:
     """Return for each program True if it passes all of its tests, or a ValueError for bad tests.
 
     A program that fails a test does not run the tests after it.
@@ -772,16 +828,16 @@ def all_pass(
             judges.
     """
 
-    def grade(program: str, column: Any, solution: str | None) -> bool | ValueError:
+    def grade(program: str, column: Any, solution: str | None) -> bool | Uncarried | ValueError:
         try:
             parts = tests_of(column)
             plain = plain_tests(solution, parts, confine)
-            return all(
-                passes_plainly(program, test, confine=confine)
-                if index in plain
-                else passes(program, test, confine=confine)
-                for index, test in enumerate(parts)
-            )
+            for index, test in enumerate(parts):
+                judged_by = passes_plainly if index in plain else verdict_on
+                verdict = judged_by(program, test, confine=confine)
+                if verdict is not True:
+                    return verdict
+            return True
         except ValueError as error:
             return error
 

@@ -215,6 +215,23 @@ TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
 """Names of the limit of a completion, the newest first."""
 
 
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {},
+}
+"""Keys of OpenAI's and vLLM's clients -> the value that changes nothing, which some send."""
+
+
 def options(
     fields: Fields,
     logprobs: bool | None = None,
@@ -230,10 +247,9 @@ def options(
         least_tokens: the smallest limit.
     """
     fields.ignore("model", "user", "metadata", "store", "safety_identifier", "return_token_ids")
-    fields.only("n", 1)
-    for name in ("frequency_penalty", "presence_penalty"):
-        fields.only(name, 0)
-    fields.only("logit_bias", {})
+    fields.ignore("prompt_cache_key", "service_tier")
+    for name, value in NEUTRAL.items():
+        fields.only(name, value)
     stream_options = Fields(fields.take("stream_options", dict) or {}, "stream_options")
     stream_usage = stream_options.flag("include_usage")
     stream_options.finish("include_obfuscation")

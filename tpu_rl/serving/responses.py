@@ -34,6 +34,7 @@ def parse(body: Any) -> ChatRequest:
             raise ApiError(400, f"include {str(name)[: protocol.MAX_TEXT]!r} is not supported here")
     text = Fields(fields.take("text", dict) or {}, "text")
     text.only("format", {"type": "text"})
+    text.only("verbosity", "medium")
     text.finish()
     for name, value in (("parallel_tool_calls", True), ("background", False)):
         fields.only(name, value)

@@ -113,7 +113,7 @@ def _share_of_right(text: str) -> float | None:
 
 def _is_right(expression: str, result: str) -> bool:
     value = calculate(expression)
-    number = answers.read_number(result)
+    number = answers.only_number(result)
     return value is not None and number is not None and abs(value - number) <= TOLERANCE
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tpu_rl.environments.answer_text import answer_text
+from tpu_rl.environments.answers import is_denied
 from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.verifier import Verifier
@@ -124,12 +126,17 @@ class PicturesSource:
 def correct(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
-    """Return 1 for each completion whose last number, pair of numbers or shape is the answer."""
+    """Return 1 for each completion whose last number, pair of numbers or shape is the answer.
+
+    Thoughts are left out.
+    """
     del prompts
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        found = re.findall(rf"\d+(?:,\d+)?|{'|'.join(SHAPES)}", text_of(completion))
-        rewards.append(float(bool(found) and found[-1] == str(right)))
+        text = answer_text(text_of(completion))
+        found = [*re.finditer(rf"\d+(?:,\d+)?|{'|'.join(SHAPES)}", text)]
+        is_right = bool(found) and found[-1][0] == str(right)
+        rewards.append(float(is_right and not is_denied(text[: found[-1].start()])))
     return rewards
 
 

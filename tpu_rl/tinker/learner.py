@@ -241,7 +241,7 @@ class Learner:
         Raises:
             ApiError: if the loss or its gradient is not finite; the adapter is then as before.
         """
-        batch, unpack = self._pack(settings, data)
+        batch, unpack = self._pack({**losses.LOSSES[name].settings, **settings}, data)
         gradients = adapter.gradients
         if gradients is None:
             gradients = self.zeros()
@@ -265,7 +265,7 @@ class Learner:
         self, snapshot: Params, name: str, settings: Mapping[str, Any], beta: float, data: list
     ) -> Outputs:
         """Return the loss and the log-probs of a checked request."""
-        batch, unpack = self._pack(settings, data)
+        batch, unpack = self._pack({**losses.LOSSES[name].settings, **settings}, data)
         kind = jnp.int32(list(losses.LOSSES).index(name))
         loss, log_probs = self._forward(self.base_params, snapshot, batch, kind, jnp.float32(beta))
         return Outputs(float(loss), unpack(log_probs))

@@ -8,10 +8,16 @@ it was sampled, A_t its advantage and r_t = exp(x_t - q_t):
     ppo                  -sum_t min(r_t A_t, clip(r_t, low, high) A_t)
     cispo                -sum_t stop_gradient(clip(r_t, low, high)) A_t x_t
     dro                  -sum_t (A_t x_t - beta / 2 (x_t - q_t)^2)
+    gspo                 -sum_t min(s_t A_t, clip(s_t, low, high) A_t)
 
 low and high are 0.8 and 1.2, the bounds themselves, and beta is 0.05, unless the request has its
-own. Nothing is averaged. A token with A_t = 0 adds exactly 0 to the three losses with a ratio,
-whatever its ratio is: clients pad prompts so. In `dro` it keeps the second term, as in the formula.
+own. Nothing is averaged. A token with A_t = 0 adds exactly 0 to the losses with a ratio, whatever
+its ratio is: clients pad prompts so. In `dro` it keeps the second term, as in the formula.
+
+Tinker does not document its `gspo`. Here s_t is the ratio of GSPO-token (arXiv 2507.18071, eq. 14):
+its value is exp of the mean of x_t - q_t over the tokens of the datum with A_t != 0, its gradient
+that of x_t times this. low and high are the paper's, 1 - 3e-4 and 1 + 4e-4. The paper averages over
+the tokens of a completion: divide its advantages by their number.
 
 Losses on the client (`forward_backward_custom`) arrive as `cross_entropy`: weights are what the
 client's loss has as its gradient, with the opposite sign.
@@ -21,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.algos.cispo import cispo_surrogate
+from tpu_rl.algos.gspo import GspoConfig, gspo_surrogate
 from tpu_rl.algos.surrogates.dro import dro
 from tpu_rl.losses.policy_gradient import clipped_surrogate, unclipped
 from tpu_rl.serving.protocol import ApiError
@@ -48,6 +56,8 @@ class Numbers(NamedTuple):
     """The lower bound of the ratio is 1 - clip_low."""
     clip_high: Any
     """The upper bound of the ratio is 1 + clip_high."""
+    sequence_ids: Any
+    """int32: the same number, above 0, at all tokens of a datum, in a row of numbers."""
 
 
 NO_ROWS: Any = None
@@ -84,7 +94,8 @@ def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callabl
         old = jnp.where(counts, numbers.old_log_probs, 0.0)
         bounds = {"clip_low": numbers.clip_low, "clip_high": numbers.clip_high}
         settings = bounds if has_bounds else {}
-        return surrogate(log_probs, old, numbers.advantages, NO_ROWS, **settings).losses
+        rows = numbers._replace(sequence_ids=jnp.where(counts, numbers.sequence_ids, 0))
+        return surrogate(log_probs, old, numbers.advantages, rows, **settings).losses
 
     return losses
 
@@ -104,9 +115,14 @@ LOSSES: dict[str, Loss] = {
     "ppo": Loss(OF_SAMPLES, BOUNDS, CLIP, _of_ratio(clipped_surrogate)),
     "cispo": Loss(OF_SAMPLES, BOUNDS, CLIP, _of_ratio(cispo_surrogate)),
     "dro": Loss(OF_SAMPLES, (), {"beta": 0.05}, _dro),
+    "gspo": Loss(
+        OF_SAMPLES,
+        BOUNDS,
+        {BOUNDS[0]: 1 - GspoConfig.clip_low, BOUNDS[1]: 1 + GspoConfig.clip_high},
+        _of_ratio(partial(gspo_surrogate, level="sequence_token")),
+    ),
 }
 REFUSED = {
-    "gspo": "its clipping is not documented; importance_sampling, ppo and cispo are supported",
     "stable_reinforce": "it reads what Tinker's own sampler records; use importance_sampling",
     "custom": "losses run on the client here; pass the function to forward_backward_custom",
 }
@@ -176,7 +192,7 @@ def _check_datum(name: str, loss: Loss, datum: Datum, place: str, vocab: int) ->
 def numbers_of(settings: Mapping[str, Any], datum: Datum, width: int) -> Numbers:
     """Return the numbers of a checked datum of n tokens, with `width` targets for each token.
 
-    Targets that it does not have weigh nothing.
+    Targets that it does not have weigh nothing. Without other data all are of the sequence 1.
     """
     inputs = datum.inputs
     length = len(datum.tokens)
@@ -198,4 +214,5 @@ def numbers_of(settings: Mapping[str, Any], datum: Datum, width: int) -> Numbers
         inputs.get("advantages", zeros).astype(np.float32),
         1.0 - bounds[0],
         bounds[1] - 1.0,
+        np.ones(length, np.int32),
     )

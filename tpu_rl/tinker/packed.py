@@ -122,13 +122,18 @@ def pack(
         shape = (num_micro_batches, num_rows, num_tokens)
         return _scatter(values, token_row, token_column, shape, padding)
 
+    # The numbers of a datum are neighbors: its first column tells it apart within its row.
+    ends = np.cumsum([len(part) for part in slots])
+    firsts = token_column[np.append(0, ends[:-1])] + 1
+    ids = np.repeat(firsts, np.diff(ends, prepend=0)).astype(np.int32)
+    numbers = numbers._replace(sequence_ids=ids)
+
     column_of_token = target_column[target_of_token]
     places: Any = of_tokens(column_of_token.astype(np.int32), padding=-1)
     batch = Batch(rows, targets, Numbers(*map(of_tokens, numbers)), places)
 
     # The way back: the place of each token's target among all of [K, R, A].
     flat_place = token_row * num_targets + column_of_token
-    ends = np.cumsum([len(part) for part in slots])
 
     def unpack(values: np.ndarray) -> list[np.ndarray]:
         flat = values.reshape(math.prod(values.shape[:3]), *values.shape[3:])[flat_place]

@@ -60,7 +60,8 @@ def values_of(
         None if np.isnan(number) else float(number) for number in numbers
     ]
     for fault in faults:
-        values[fault.row] = RewardFailure(fault.message, fault.frames)
+        if not fault.is_scored:
+            values[fault.row] = RewardFailure(fault.message, fault.frames)
     return values
 
 

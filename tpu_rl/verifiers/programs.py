@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import json
 import re
 import statistics
 import textwrap
@@ -16,8 +14,9 @@ from typing import Any
 from tpu_rl import sandbox
 from tpu_rl.environments import text_of
 from tpu_rl.rewards import spans
+from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import Verifier
-from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.rewards.worker_process import ExplainedReward, RewardFailure
 from tpu_rl.runtime.worker_child import shorten
 from tpu_rl.sandbox import problems, unit_tests
 
@@ -40,7 +39,8 @@ def python_tests(
 
     Test and program run in a process each, and a column `solution`, `canonical_solution` or
     `reference_solution` says whether that can judge the row: tests that it passes in one process
-    only are judged plainly, in one. `plain_judge` counts them.
+    only are judged plainly, in one. `plain_judge` counts them; with plain=false their rows have no
+    reward. A program that passes in one process only gets 0, with the reason in samples.jsonl.
 
     Raises:
         MachineError: if the kernel cannot confine programs.
@@ -146,10 +146,16 @@ def _judge_programs(
     programs, prepared_tests = _prepared(prompts, completions, tests, entry_points)
     solutions = _solutions(prompts, tests, entry_points, columns)
     verdicts = unit_tests.all_pass(programs, prepared_tests, confine, solutions)
-    return [
-        RewardFailure(str(verdict)) if isinstance(verdict, ValueError) else float(verdict)
-        for verdict in verdicts
-    ]
+    return [_reward_of(verdict) for verdict in verdicts]
+
+
+def _reward_of(verdict: bool | unit_tests.Uncarried | ValueError) -> float | RewardFailure:
+    match verdict:
+        case ValueError():
+            return RewardFailure(str(verdict))
+        case unit_tests.Uncarried(why=why):
+            return ExplainedReward(0.0, why)
+    return float(verdict)
 
 
 def _prepared(
@@ -182,18 +188,9 @@ def _solutions(
     name = next((name for name in problems.SOLUTIONS if name in columns), None)
     if name is None:
         return [None] * len(prompts)
-    texts = [_first_text(value) for value in columns[name]]
+    texts = [problems.first_text(value) for value in columns[name]]
     programs, _ = _prepared(prompts, texts, tests, entry_points)
     return [program if _names(program)[0] else None for program in programs]
-
-
-def _first_text(value: Any) -> str:
-    """Return a text, or the first one of a list, which APPS writes as JSON."""
-    if isinstance(value, str) and value.startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, str) else ""
 
 
 def plain_judge(
@@ -217,6 +214,23 @@ def plain_judge(
         for solution, column in rows
     ]
 
+
+def _with_plain_rows(plain: bool = True) -> Reward:
+    if plain:
+        return python_tests
+    sandbox.require()
+
+    def score(
+        prompts: Sequence[Any], completions: Sequence[Any], *, tests: Sequence[Any], **columns: Any
+    ) -> list[Any]:
+        values = python_tests(prompts, completions, tests=tests, **columns)
+        plainly = plain_judge(prompts, completions, tests=tests, **columns)
+        return [None if one else value for one, value in zip(plainly, values, strict=True)]
+
+    return score
+
+
+_with_plain_rows.__doc__ = python_tests.__doc__
 
 REPEATS = 3
 """Times that a program and its baseline run, one after the other."""
@@ -344,6 +358,7 @@ VERIFIERS = {
         in_workers=True,
         score_unsandboxed=python_tests_unsandboxed,
         require_sandbox=sandbox.require,
+        make=_with_plain_rows,
     ),
     "python_checks": Verifier(
         python_checks,

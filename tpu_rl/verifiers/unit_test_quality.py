@@ -23,10 +23,11 @@ def unit_test_quality(
     """Return the share of static checks that each completion's unit test holds; 0 if it is none.
 
     The program is the last fenced block, or all of the text. It is a test if it is Python, asserts
-    something and calls the function `entry_point`, if the data name one. The checks: it has no
-    if, loop or try; prints nothing; repeats no assert; asserts nothing about constants alone; has a
-    comment or docstring; and each of its functions is named test_ and at least two words. It is
-    not run: `python_tests` and the tests' verdicts on right and wrong programs are other terms.
+    something and calls the function `entry_point`, if the data name one, without defining it. The
+    checks: it has no if, loop or try, and no test returns; it prints nothing; repeats no assert;
+    asserts nothing that always holds; has a comment or docstring; and each of its functions is
+    named test_ and at least two words. It is not run: `python_tests` and the tests' verdicts on
+    right and wrong programs are other terms.
     """
     names = entry_point or [None] * len(completions)
     return [
@@ -45,13 +46,15 @@ def quality(code: str, entry_point: str) -> float:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0.0
     calls = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    if not asserts or (entry_point and entry_point not in calls):
+    is_called = entry_point in calls and entry_point not in _defined(tree)
+    if not asserts or (entry_point and not is_called):
         return 0.0
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     tests = [node for node in functions if node.name.startswith("test")]
+    returns = [n for test in tests for n in ast.walk(test) if isinstance(n, ast.Return)]
     branches = ast.If | ast.For | ast.While | ast.Try | ast.IfExp
     checks: list[Callable[[], bool]] = [
-        lambda: not any(isinstance(node, branches) for node in ast.walk(tree)),
+        lambda: not returns and not any(isinstance(node, branches) for node in ast.walk(tree)),
         lambda: "print" not in calls,
         lambda: len(set(asserts)) == len(asserts),
         lambda: all(map(_says_something, _asserts(tree))),
@@ -83,6 +86,13 @@ def _asserts(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node
 
 
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the functions that a program defines or assigns outside of classes and functions."""
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    return functions | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
 def _name(function: ast.AST) -> str:
     """Return "f" of f() and of module.f()."""
     if isinstance(function, ast.Name):
@@ -101,7 +111,9 @@ def _says_something(node: ast.AST) -> bool:
         case ast.Assert(test=ast.BoolOp(op=ast.Or(), values=values)):
             if any(not any(map(_is_unknown, ast.walk(value))) for value in values):
                 return False
-        case ast.Assert(test=ast.Tuple() | ast.Lambda()):
+        case ast.Assert(
+            test=ast.Tuple() | ast.List() | ast.JoinedStr() | ast.GeneratorExp() | ast.Lambda()
+        ):
             return False
     is_same = len(sides) > 1 and len(set(map(ast.dump, sides))) == 1
     return not is_same and any(_is_unknown(part) for part in ast.walk(node))

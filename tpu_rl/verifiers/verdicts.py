@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tpu_rl.environments.answer_text import without_thoughts
+from tpu_rl.environments.answer_text import answer_text, without_thoughts
 from tpu_rl.rewards.worker_process import RewardFailure
 
 
@@ -68,14 +68,17 @@ def pair_request(
 
 def read_verdict(text: str) -> str | None:
     """Return the verdict of a judge's answer, as "yes", "no", "a" or "b"; None without one."""
-    text = without_thoughts(text).strip()
-    verdicts = VERDICT.findall(text) or _ALONE.findall(text)
-    return verdicts[-1].lower() if verdicts else None
+    said = without_thoughts(text)
+    verdicts = [*VERDICT.finditer(said)] or [*_ALONE.finditer(answer_text(text))]
+    is_one = verdicts and not _OTHER.match(verdicts[-1].string, verdicts[-1].end(1))
+    return verdicts[-1][1].lower() if is_one else None
 
 
 VERDICT = re.compile(r"(?i:\bverdict\b[*_\s]*[:=][*_\s]*)((?i:yes|no)\b|[AB]\b(?!['’]|\s+[a-z]))")
 """A verdict such as "Verdict: Yes" or "**Verdict:** B". "The verdict: a triumph" is none."""
 _ALONE = re.compile(r"\A\W*(yes|no|a|b)\W*\Z", re.IGNORECASE)
+_OTHER = re.compile(r"\s*(?:/|\b(?:or|and)\b)\s*(?:(?i:yes|no)|[AB])\b")
+"""Another verdict beside the one that was read."""
 
 
 def share_of(texts: Sequence[str], choices: Choices) -> float | None:

@@ -25,9 +25,11 @@ from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import read_texts, text_of_column
+from tpu_rl.rewards import registry, scoring
 from tpu_rl.rollout import prompts
 from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
+from tpu_rl.wings import VERIFIERS
 
 MAX_ENCODED_ROWS = 1000
 """Rows of each stage that are encoded. The dry run encodes more."""
@@ -102,8 +104,15 @@ def note_reading(
         used.add("messages")  # They were split.
     if "messages" in spec.columns and "messages" not in rows[0]:
         used |= {"prompt", "completion", "text"}
-    if _reads_all_columns(config) or files.format != "plain":
+    of_rewards = (
+        None
+        if config.converses
+        else _columns_of_rewards((*config.reward_names, *config.evaluation_rewards))
+    )
+    if of_rewards is None or files.format != "plain":
         used |= set(others) - MEDIA_COLUMNS
+    # Settings may name a column, as that of hints.
+    used |= (of_rewards or set()) | set(re.findall(r"'(\w+)'", repr(config)))
     used |= {column for column in MEDIA_COLUMNS if _is_empty(rows[0].get(column))}
     unused = [column for column in others if column not in used]
     # What a path enters, or has a name that is read, may hold more.
@@ -111,7 +120,7 @@ def note_reading(
     words = {word for text in _texts([rows[0].get(name) for name in TEXTS]) for word in text}
     parts = {source.partition(".")[0] for source in sources if "." in source}
     for name in sorted({*parts, *(used & {*SYSTEM_COLUMNS, "conversation", "conversations"})}):
-        only = (*TEXTS, *SYSTEM_COLUMNS) if _reads_all_columns(config) else None
+        only = None if of_rewards == set() else (*TEXTS, *SYSTEM_COLUMNS)
         unused += _unread(rows[0].get(name), name, sources, words, only)
     if unused:
         notes.append(f"columns that nothing reads: {', '.join(unused)}")
@@ -173,9 +182,19 @@ def _unread(
     return [] if is_read or (only and path.rpartition(".")[2] not in only) else [path]
 
 
-def _reads_all_columns(config: ExperimentConfig) -> bool:
-    """Return True if something may read columns by names that are not known here."""
-    return bool(config.reward or config.evaluation_rewards or config.converses)
+def _columns_of_rewards(names: Sequence[str]) -> set[str] | None:
+    """Return the columns that rewards read; None if one may read any."""
+    columns: set[str] = set()
+    for name in names:
+        base, settings = registry.settings_of(name)
+        if base not in VERIFIERS or VERIFIERS[base].reads_reward:
+            return None
+        parameters = scoring.parameters(VERIFIERS[base].score) or ()
+        columns |= {"answer", *CHOICE_COLUMNS, *settings.values()}
+        columns |= {parameter.name for parameter in parameters}
+        if "tests" in columns:
+            columns |= {"solution", "solutions", "canonical_solution", "reference_solution"}
+    return columns
 
 
 def _sources(names: Sequence[str]) -> set[str]:

@@ -63,7 +63,13 @@ TRL = {
 
 
 FOREIGN = {
+    "SkyRL": ("generator",),
     "verl": ("actor-rollout-ref", "trainer", "critic", "custom-reward-function"),
+    "torchtune": ("checkpointer", "metric-logger"),
+    "ms-swift": ("rlhf-type", "train-type", "tuner-type"),
+    "NeMo RL": ("grpo", "policy", "loss-fn"),
+    "OpenRLHF": ("pretrain", "reward-pretrain", "rollout-batch-size", "micro-train-batch-size"),
+    "prime-rl": ("orchestrator",),
     "axolotl": ("base-model", "datasets", "sequence-len", "micro-batch-size", "adapter"),
     "LLaMA-Factory": ("stage", "finetuning-type", "dataset", "do-train", "dataset-dir", "template"),
 }

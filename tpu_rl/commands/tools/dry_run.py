@@ -274,7 +274,7 @@ def require_some(name: str, scores: rewards.Scores, completions: Sequence[Any]) 
     Raises:
         InputError: if it fails on all.
     """
-    faults = [fault for fault in scores.faults if fault.function == name]
+    faults = [f for f in scores.faults if f.function == name and not f.is_scored]
     if not faults and np.isnan(scores.parts[name]).all():
         return (
             f"{name} scores none of {len(completions)} trial completions: it returns None for all"

@@ -23,6 +23,7 @@ from tpu_rl.data import Row, Rows
 from tpu_rl.data.values import shown
 from tpu_rl.rewards import registry, scoring
 from tpu_rl.rollout.scoring import repeat_rows
+from tpu_rl.sandbox.problems import first_text
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.wings import VERIFIERS
 
@@ -37,6 +38,7 @@ SHARE_OF_ONE_WORD = 0.05
 SOLUTIONS = ("completion", "solution", "canonical_solution", "reference_solution")
 """Columns with completions that are right."""
 CONTEXT = {"tools", "database", "entry_point", "tests", "checks", "baseline", "rewordings"}
+CONTEXT |= {"task", "data_source", "ability"}
 """Columns that rewards need, and that are no answers."""
 UNREADABLE = {"plain_judge", "recall", "similarity", "consistent", "dense", "implicit", "coin"}
 """Rewards that want something other than the gold itself."""
@@ -118,6 +120,7 @@ def _forms(row: Row, columns: Sequence[str]) -> Iterator[str]:
     for column in dict.fromkeys([name for name in SOLUTIONS if row.get(name)] + list(columns)):
         value = row.get(column)
         text = rewards.text_of(value) if column == "completion" and value else value
+        text = first_text(text) if column in SOLUTIONS else text
         text = text if isinstance(text, str) else json.dumps(text, default=str)
         forms = (FORMS[0], FORMS[-1]) if "\n" in text else FORMS
         yield from (form.format(text) for form in forms)

@@ -19,6 +19,7 @@ from typing import Any
 import tyro
 import yaml
 
+from tpu_rl.commands.flags.flag_names import OTHER_FILES, library_of
 from tpu_rl.errors import InputError, typed_command
 
 OPTIMIZER = "optimizer.learning-rate"
@@ -29,7 +30,6 @@ TRL: dict[str, str | tuple[str, Mapping[Any, Any]]] = {
     "dataset_config": "data.config",
     "dataset_train_split": "data.split",
     "output_dir": "run-dir",
-    "max_steps": "steps",
     "seed": "seed",
     "learning_rate": OPTIMIZER,
     "warmup_steps": "optimizer.warmup-steps",
@@ -78,7 +78,6 @@ VERL: dict[str, str | tuple[str, Mapping[Any, Any]]] = {
     "data.max_response_length": "sampling.max-new-tokens",
     "actor_rollout_ref.actor.optim.lr": OPTIMIZER,
     "actor_rollout_ref.actor.optim.weight_decay": "optimizer.weight-decay",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": "optimizer.warmup-steps",
     "actor_rollout_ref.actor.grad_clip": "optimizer.max-grad-norm",
     "actor_rollout_ref.actor.ppo_epochs": "batch.ppo-epochs",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip-low",
@@ -103,10 +102,13 @@ VERL: dict[str, str | tuple[str, Mapping[Any, Any]]] = {
     ),
     "trainer.total_training_steps": "steps",
     "trainer.default_local_dir": "run-dir",
-    "trainer.test_freq": "evaluation.interval",
-    "trainer.save_freq": "checkpoint.interval",
 }
 """As TRL, with dots."""
+
+
+OF_GRPO = ("num_generations", "reward_funcs", "scale_rewards", "num_iterations", "epsilon")
+OF_GRPO += ("generation_batch_size",)
+"""Names of GRPOConfig of which its files have one, and those of DPO and SFT none."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,16 @@ def translate(theirs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     """Return our settings, and those that have none here.
 
     Raises:
-        InputError: nothing in the file is a name of TRL or verl, or the method is another one.
+        InputError: the file is of another library, or of another method of TRL.
     """
     table = VERL if any(name.startswith("actor_rollout_ref.") for name in theirs) else TRL
-    if not table.keys() & theirs.keys():
-        raise InputError("the file has no name of TRL's GRPOConfig or of verl")
+    if table is TRL and not {*OF_GRPO} & theirs.keys():
+        library = library_of(*theirs) or "another library"
+        raise InputError(
+            f"the file is not one of `trl grpo` or of verl, but of {library}",
+            why=f"it has none of {', '.join(OF_GRPO)}",
+            fix=f"choose a preset, as sft or dpo, and {OTHER_FILES}",
+        )
     ours: dict[str, Any] = {"preset": "grpo"}
     left = {}
     for name, value in theirs.items():
@@ -199,6 +206,12 @@ def _kl(theirs: Mapping[str, Any], coefficient: Any) -> Any:
     return coefficient if theirs.get("actor_rollout_ref.actor.use_kl_loss") is True else None
 
 
+def _positive(theirs: Mapping[str, Any], value: Any) -> int | None:
+    """Return a number of steps; -1 stands for none."""
+    del theirs
+    return value if isinstance(value, int) and value > 0 else None
+
+
 def _quotient(dividend: Any, divisor: Any) -> int | None:
     """Return a whole quotient, None if there is none."""
     whole = all(isinstance(one, int) and one > 0 for one in (dividend, divisor))
@@ -209,5 +222,9 @@ COMPUTED: dict[str, tuple[str, Callable[[Mapping[str, Any], Any], Any]]] = {
     "generation_batch_size": ("batch.prompts", _prompts),
     "actor_rollout_ref.actor.ppo_mini_batch_size": ("batch.num-minibatches", _minibatches),
     "actor_rollout_ref.actor.kl_loss_coef": ("algorithm.kl-loss-coef", _kl),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": ("optimizer.warmup-steps", _positive),
+    "max_steps": ("steps", _positive),
+    "trainer.test_freq": ("evaluation.interval", _positive),
+    "trainer.save_freq": ("checkpoint.interval", _positive),
 }
 """Their name -> our setting, and a function of their settings and the value."""
