@@ -18,10 +18,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from tests.commands.conftest import QWEN
+from tests.commands.conftest import QWEN, TEMPLATE
 from tests.fixtures.reward_scores import score
 from tests.fixtures.topologies import needs_libtpu
-from tests.test_first_tasks import TEMPLATE
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.plan import plan

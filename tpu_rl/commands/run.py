@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from tpu_rl import metrics, run_files, wings
 from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
-from tpu_rl.commands import compose, continued, evaluators, finish, micro_batches, roles, stages
+from tpu_rl.commands import compose, evaluators, finish, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.compose import Devices
@@ -364,13 +364,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
             ) as sink,
             ExitStack() as open_sources,
         ):
-            best = None
-            if config.stop.best:
-                best_checkpoints = manager.open_checkpoints(
-                    remote_run.best_of(folder.checkpoints), keep=1
-                )
-                open_sources.callback(best_checkpoints.close)
-                best = CheckpointWriter(folder, best_checkpoints, began, names)
+            best = best_writer(config, folder, began, names, open_sources)
             job = Job(
                 config,
                 run_dir,
@@ -396,6 +390,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 parts, state = resumed.pop(index, None) or compose_stage(context, stage, params)
                 open_sources.callback(parts.source.close)
                 if step < 0 and config.optimizer.continued:
+                    from tpu_rl.commands import continued
+
                     state = continued.with_state(config, state)
                 if step < 0:
                     state = evaluate_before_training(job, context, stage, parts, state)
@@ -406,6 +402,21 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
         finish.finish(context, params, began, folder)
+
+
+def best_writer(
+    config: ExperimentConfig,
+    folder: RunFolder,
+    began: float,
+    names: identity.Identity,
+    closing: ExitStack,
+) -> CheckpointWriter | None:
+    """Open the checkpoint of the best evaluation, if the run keeps one; `closing` closes it."""
+    if not config.stop.best:
+        return None
+    checkpoints = manager.open_checkpoints(remote_run.best_of(folder.checkpoints), keep=1)
+    closing.callback(checkpoints.close)
+    return CheckpointWriter(folder, checkpoints, began, names)
 
 
 def read_best(

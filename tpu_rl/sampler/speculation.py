@@ -180,14 +180,9 @@ def decode_step(
     sampled = sample_tokens(flat_logits, uniform.reshape(-1), config, seen, exact=policy.exact)
     token, log_probs, behaviour_log_probs = (part.reshape(read.shape) for part in sampled)
 
-    # Keep tokens up to the first that differs from the draft, that ends the row, or that is at its
-    # limit.
     is_stop = jnp.isin(token, jnp.asarray(config.stop_ids, jnp.int32))
-    continues = (draft_tokens == token[:, :-1]) & ~is_stop[:, :-1]
-    continues = jnp.pad(continues, ((0, 0), (1, 0)), constant_values=True)
-    is_kept = jnp.cumprod(continues, axis=1, dtype=jnp.int32) > 0
     column = slots.num_sampled[:, None] + ahead
-    is_kept &= live & (column < slots.limit[:, None])
+    is_kept = _kept(draft_tokens, token, is_stop) & live & (column < slots.limit[:, None])
     count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
     num_sampled = slots.num_sampled + count
     has_ended = jnp.any(is_kept & is_stop, axis=1) | (num_sampled >= slots.limit)
@@ -209,6 +204,13 @@ def decode_step(
         seen=None if slots.seen is None else _seen_after(slots.seen, token, is_kept),
     )
     return slots, outputs, draft_counts
+
+
+def _kept(draft_tokens: Array, token: Array, is_stop: Array) -> Array:
+    """Mark the tokens up to the first that differs from the draft or ends the row, [n, k + 1]."""
+    continues = (draft_tokens == token[:, :-1]) & ~is_stop[:, :-1]
+    continues = jnp.pad(continues, ((0, 0), (1, 0)), constant_values=True)
+    return jnp.cumprod(continues, axis=1, dtype=jnp.int32) > 0
 
 
 def group_completions(
