@@ -44,7 +44,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_rl import user_code
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import terms as reward_terms
@@ -69,27 +68,6 @@ ROLLOUT_COLUMNS = (
     "environment_rewards",
 )
 """Names of what a function may ask about a rollout; see the module's docstring."""
-
-FOREIGN = {
-    "queries": "OpenRLHF's form is not called: write "
-    "score(prompts, completions, labels, **columns), which returns one number for each completion",
-    "solution_strs": "of verl's forms only that of one completion is called: "
-    "compute_score(data_source, solution_str, ground_truth, extra_info)",
-    "solution_str": "verl's form is compute_score(data_source, solution_str, ground_truth, "
-    "extra_info): name `ground_truth`, too",
-    "trainer_state": "there is no trainer: name `step`, the step of the run for each completion",
-    "log_extra": "write `if log_extra:` before its use, and the default None: samples.jsonl has "
-    "what each reward gave",
-    "log_metric": "write `if log_metric:` before its use, and the default None: a reward of weight "
-    "0 is measured and not added",
-    **dict.fromkeys(
-        ("completion", "response", "prompt", "reward_inputs", "sample", "state", "parser")
-        + ("message_log_batch",),
-        "the form of another library is not called (verifiers, EasyR1, NeMo RL): write "
-        "score(prompts, completions, answer, **columns), which returns one number for each",
-    ),
-}
-"""Parameters of other libraries' functions -> how to write these here."""
 
 Reward = Callable[..., Sequence[Any]]
 """fn(prompts, completions, **columns) -> a float or None for each completion. An exception in place
@@ -290,11 +268,12 @@ def apply(
             faults.append(RewardFault(name, i, number, frames))
         else:
             numbers[i] = number
-    # A default of None stands for what other trainers pass.
-    hints = [p.name for p in parameters(function) or () if p.name in FOREIGN] if faults else []
-    if absent := [name for name in hints if name not in columns]:
-        fix = "; ".join(f"`{name}` is not passed here: {FOREIGN[name]}" for name in absent)
-        faults = [replace(fault, fix=fix) for fault in faults]
+    if faults:
+        from tpu_rl.rewards import remedies  # Only errors need it.
+
+        # A default of None stands for what other trainers pass.
+        names = [p.name for p in parameters(function) or () if p.name not in columns]
+        faults = [replace(fault, fix=remedies.of_absent(names)) for fault in faults]
     _require_float32(name, numbers)
     return FunctionScores(numbers.astype(np.float32), faults, of_rows)
 
@@ -385,19 +364,6 @@ def of_rows(
     }
 
 
-GOLD_COLUMNS = ("ground_truth", "final_answer", "expected_answer", "correct_answer", "answerKey")
-GOLD_COLUMNS += ("target", "gold", "reference_answer", "solution")
-"""Columns in which published rows have what rewards here call `answer`."""
-
-
-_OF_RUNS = {
-    **dict.fromkeys(("environments", "environment_rewards"), "name an environment: --environment"),
-    "tests": "name them by --data.columns tests=COLUMN; rows of HumanEval and MBPP are read by the "
-    "preset code_grpo",
-}
-"""What a reward may need -> how a run has it."""
-
-
 def require_columns(
     name: str,
     function: Reward,
@@ -406,39 +372,18 @@ def require_columns(
 ) -> None:
     """Raise InputError if a function needs a column that the data, and the rollout, lack."""
     present = {"prompts", "completions", *columns, *rollout_columns}
-    # verl's rows have the answer in an object.
-    held = [column for column in GOLD_COLUMNS if column in columns]
-    column = "reward_model.ground_truth" if "reward_model" in columns else [*held, "COLUMN"][0]
     accepted = parameters(function) or ()
-    foreign = [FOREIGN[p.name] for p in accepted if p.name in FOREIGN]
-    names = {p.name for p in accepted}
-    if "completion" in names and not names & {"completions", "completion_ids"}:
-        raise InputError(
-            f"the reward function {name} gets no completions",
-            where=name,
-            why="the parameter `completion` would be a column of the data, the right answer",
-            fix=FOREIGN["completion"],
-        )
-    for parameter in accepted:
-        required = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if required and parameter.name not in present:
-            raise InputError(
-                f"the reward function {name} needs a column {parameter.name!r} that the data lack",
-                where=f"columns present: {', '.join(columns) or 'none'}",
-                fix=next(iter(foreign), None)
-                or _OF_RUNS.get(parameter.name)
-                or user_code.did_you_mean(parameter.name, list(columns))
-                or f"name the column that holds it: --data.columns {parameter.name}={column}",
-            )
-    if accepted and not names & present and all(p.kind is not p.VAR_KEYWORD for p in accepted):
-        raise InputError(
-            f"the reward function {name} reads nothing: neither completions nor a column",
-            where=name,
-            fix="name `completions`; of a function that makes one, name what it returned",
-        )
+    names = [p.name for p in accepted]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [p.name for p in accepted if p.default is p.empty and p.kind in kinds]
+    absent = next((parameter for parameter in required if parameter not in present), None)
+    reads_rest = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    reads_one = "completion" in names and not {"completions", "completion_ids"} & {*names}
+    reads_nothing = bool(names) and not (reads_rest or present & {*names})
+    if reads_one or reads_nothing or absent:
+        from tpu_rl.rewards import remedies  # Only errors need it.
+
+        raise remedies.error_of(name, names, None if reads_one else absent, list(columns))
 
 
 def parameters(function: Reward) -> list[inspect.Parameter] | None:
