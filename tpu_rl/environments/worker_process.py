@@ -50,7 +50,7 @@ class Seat:
         self._tools: list[str] = []
         self._is_broken = False
         self._saves = False
-        """Whether replies have the state of the instance."""
+        """True if replies have the state of the instance."""
         self._tasks: queue.SimpleQueue[tuple[dict[str, Any], Respond] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="environment", daemon=True)
         self.thread.start()

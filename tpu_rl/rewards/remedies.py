@@ -37,13 +37,13 @@ OF_RUNS = {
     "tests": "name them by --data.columns tests=COLUMN; rows of HumanEval and MBPP are read by the "
     "preset code_grpo",
 }
-"""What a reward may need -> how a run has it."""
+"""Parameter of a reward function of another library -> the way to have its value in a run."""
 
 
 def of_absent(parameters: Sequence[str]) -> str:
-    """Return how to write parameters with a default that other libraries pass; "" for others."""
-    known = [name for name in parameters if name in FOREIGN]
-    return "; ".join(f"`{name}` is not passed here: {FOREIGN[name]}" for name in known)
+    """Name the parameters that other libraries pass, with a remedy for each; "" for others."""
+    foreign = [name for name in parameters if name in FOREIGN]
+    return "; ".join(f"`{name}` is not passed here: {FOREIGN[name]}" for name in foreign)
 
 
 def error_of(

@@ -86,13 +86,13 @@ class Uncarried(NamedTuple):
     """A verdict: the program passes together with its test, but not in a process of its own."""
 
     why: str
-    """What the channel did not carry, or what a program did that forges."""
+    """The operation that the channel did not carry, or that forges a verdict."""
 
 
 def verdict_on(
     program: str, test: Any, limits: SandboxLimits | None = None, confine: bool = True
 ) -> bool | Uncarried:
-    """Return whether a program passes a test; see `passes`."""
+    """Run a program on a test, and return its verdict; see `passes`."""
     match test:
         case {"input": str() as stdin, "output": str() as output}:
             outcome = run(program, stdin, limits=limits, confine=confine)

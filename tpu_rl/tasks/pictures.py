@@ -134,9 +134,9 @@ def correct(
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         text = answer_text(text_of(completion))
-        found = [*re.finditer(rf"\d+(?:,\d+)?|{'|'.join(SHAPES)}", text)]
-        is_right = bool(found) and found[-1][0] == str(right)
-        rewards.append(float(is_right and not is_denied(text[: found[-1].start()])))
+        answers = [*re.finditer(rf"\d+(?:,\d+)?|{'|'.join(SHAPES)}", text)]
+        is_right = bool(answers) and answers[-1][0] == str(right)
+        rewards.append(float(is_right and not is_denied(text[: answers[-1].start()])))
     return rewards
 
 

@@ -178,19 +178,19 @@ def generate(
         )
         signals.mark(decoding.purpose, "rewards", request.step)
         groups = sorted(rounds.complete)
-        taken = [row for group in groups for row in _rows_of(group, group_size)]
-        episodes.unfinished = set(episodes.logs) - set(taken)
-        own = {row: episodes.result(row) for row in taken if row in episodes.logs}
-        everyones = _shared(own)
-    results = [everyones[row] for row in taken]
-    conversations = [conversations[row] for row in taken]
+        complete_rows = [row for group in groups for row in _rows_of(group, group_size)]
+        episodes.unfinished = set(episodes.logs) - set(complete_rows)
+        local_results = {row: episodes.result(row) for row in complete_rows if row in episodes.logs}
+        result_of = _shared(local_results)
+    results = [result_of[row] for row in complete_rows]
+    conversations = [conversations[row] for row in complete_rows]
     for conversation in conversations:
         conversation.end()
     config = decoding.config
     branches = [conversation.branches for conversation in conversations]
     rollout = to_rollout(
         branches,
-        keys[taken],
+        keys[complete_rows],
         group_size,
         columns + config.max_new_tokens,
         config.pad_id,
@@ -204,8 +204,8 @@ def generate(
         rows = episode_rows(replace(rollout, rewards=turn_rewards), branches, scorer.tokenizer)
         rollout = last_rows(rows)
         turn_rewards = np.zeros(rollout.action_mask.shape, np.float32)
-    taken_rows = [request.rows[group] for group in groups]
-    names = [environment.pool.description(row).name for row in taken_rows]
+    group_rows = [request.rows[group] for group in groups]
+    names = [environment.pool.description(row).name for row in group_rows]
     outcomes = _outcomes(
         np.repeat(names, group_size).tolist(),
         environment.is_scored,
@@ -215,7 +215,7 @@ def generate(
     )
     return Sampled(
         rollout=rollout,
-        rows=taken_rows,
+        rows=group_rows,
         prompts=[prompts.as_text(result.prompt) for result in results],
         completions=[prompts.as_text(result.messages) for result in results],
         lengths=np.array([len(conversation.actions) for conversation in conversations]),

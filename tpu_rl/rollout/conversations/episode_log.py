@@ -1,4 +1,4 @@
-"""What happened in an episode so far, from which it goes on in another step or another process.
+"""The log of an episode, from which it goes on in another step or another process.
 
 The log has each turn of the policy, with the log-probs and the version of the policy that sampled
 it, and each answer of the environment. An episode goes on by a replay: its turns are taken and its
@@ -42,7 +42,7 @@ class EpisodeLog:
     """An episode so far."""
 
     seed: int
-    """What `reset` may ask for."""
+    """The seed that `reset` gets."""
     key: np.ndarray = field(default_factory=lambda: np.zeros(2, np.uint32))
     """[2] uint32: the random key of its tokens."""
     turns: list[LoggedTurn] = field(default_factory=list)

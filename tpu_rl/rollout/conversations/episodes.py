@@ -106,13 +106,13 @@ class _Episode:
     """What `pending` is the answer to; "" while the policy writes, or after the end."""
     pending: Future[Reply] | None = None
     num_asked: int = 0
-    """How often the environment was asked, by the log or by itself."""
+    """Number of requests to the environment, by the log or by itself."""
     lost: str = ""
     """The reason why the environment of an earlier process could not be restored."""
     calls: list[ToolCall | BadCall] = field(default_factory=list)
     """The calls of the last turn."""
     ended: bool = True
-    """Whether the last turn has its end-of-sequence token."""
+    """True if the last turn has its end-of-sequence token."""
     is_over: bool = False
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Episodes:
             first_row_id: id of the first episode; the others count up. Seeds depend on it.
             seed: the seed of the run.
             stop_strings: texts that end a turn. They are no part of a game's step.
-            is_evaluation: whether the episodes belong to an evaluation. Environments may ask.
+            is_evaluation: True if the episodes belong to an evaluation. Environments may ask.
             images: gives ids to images, for a model that reads them.
             logs: [N] of episodes that go on, and None for new ones. By default all are new.
             saves: whether episodes may go on in another process.

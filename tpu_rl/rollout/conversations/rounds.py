@@ -1,4 +1,4 @@
-"""Which episodes a step learns from, when others go on in the next step.
+"""Rounds of turns: they decide which episodes a step learns from, and which go on in the next.
 
 An episode of a step takes its turns in rounds: its k-th turn of the step is in round k. The step
 ends with the first round after which the groups that were begun earlier are complete, and enough
