@@ -82,6 +82,16 @@ class StepFolders:
         """Return True if there is such a folder."""
         return Path(directory).exists()
 
+    @staticmethod
+    def listed(directory: str) -> list[int]:
+        """Return the committed steps in ascending order, without Orbax. One process may call it.
+
+        Orbax asks for JAX's devices, for which one process waits until all others ask, too. A step
+        gets its name when it is committed.
+        """
+        names = (path.name for path in Path(directory).glob("*") if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
+
     def committed(self) -> list[int]:
         """Return the committed steps that are not set aside, in ascending order."""
         return sorted(self._manager.all_steps())

@@ -76,8 +76,9 @@ def committed_steps(directory: str) -> list[int]:
 
     One process may call it alone.
     """
-    backend = StepObjects if gcs.is_address(directory) else StepFolders
-    return backend(directory, None).committed() if backend.exists(directory) else []
+    if not gcs.is_address(directory):
+        return StepFolders.listed(directory)
+    return StepObjects(directory, None).committed() if StepObjects.exists(directory) else []
 
 
 class Checkpoints:
