@@ -479,3 +479,18 @@ def test_kill_nine_leaves_whole_steps_only(tmp_path):
             reader.close()
             assert extra == {"step": int(path.name)}
             assert (np.asarray(restored["x"]) == int(path.name)).all()
+
+
+def test_one_process_lists_steps_without_devices(tmp_path):
+    """The others are not there yet, and who asks for devices waits for them."""
+    for name in ("2", "10", "3.orbax-checkpoint-tmp", "damaged"):
+        (tmp_path / name).mkdir()
+    program = f"""
+from jax._src import xla_bridge
+from tpu_rl.checkpoint import manager
+print(manager.committed_steps({str(tmp_path)!r}), xla_bridge.backends_are_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n")[0] == "[2, 10] False", done.stderr
