@@ -1,9 +1,11 @@
 """Packaging. `pip install -e .` for the CPU; see the README for one line per accelerator."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 JAX = ">=0.7.2,<0.13"
@@ -66,8 +68,24 @@ REPOSITORY = re.findall(
     r"^repository-code: (\S+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
 )
 
+
+class BuildWithRecipes(build_py):
+    """Puts recipes/ into the wheel as tpu_rl/recipes, for `tpu-rl recipe --copy-to`."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(
+                ROOT / "recipes",
+                Path(self.build_lib) / "tpu_rl" / "recipes",
+                ignore=shutil.ignore_patterns("__pycache__"),
+                dirs_exist_ok=True,
+            )
+
+
 setup(
     name="tpu_rl",
+    cmdclass={"build_py": BuildWithRecipes},
     version="0.1.0",
     description="JAX/TPU-native reinforcement-learning post-training of language models",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),

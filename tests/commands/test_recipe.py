@@ -305,6 +305,16 @@ def test_the_table_pairs_problems_and_tells_what_was_forgotten(tmp_path):
 # --- several seeds ---
 
 
+def test_the_examples_are_written_to_a_new_folder(tmp_path, capsys):
+    folder = tmp_path / "recipes"
+    assert recipe.main(["--copy-to", str(folder)]) == 0
+    assert len(recipe_file.read(folder / "rejection_sampling.yaml").stages) > 1
+    assert recipe.main(["--copy-to", str(folder)]) == 2
+    assert "name a new folder" in capsys.readouterr().err
+    assert recipe.main([]) == 2
+    assert "--copy-to recipes" in capsys.readouterr().err
+
+
 def test_a_seed_is_that_of_all_stages_in_a_folder_of_its_own(tmp_path):
     path = tmp_path / "chain.yaml"
     path.write_text(ROUNDS)

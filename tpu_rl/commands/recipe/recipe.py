@@ -1,11 +1,14 @@
 """Run a recipe: stages of training and filtering, and one table of what each of them can do.
 
     python launch/recipe.py FILE.yaml [--seeds 0 1 2] [--dry-run]
+    tpu-rl recipe --copy-to recipes
 
 The file is described in docs/how-to/recipes.md. Each stage of training is an ordinary run, in a
 folder of its own below the recipe's. The same command continues where it stopped. At the end,
 report.md and summary.json of the recipe say how well each stage solves each set of problems.
 With --seeds, all stages run once with each seed, and one more report sets the seeds side by side.
+With --copy-to, the recipes that ship with the package, and their data, are written to a folder.
+Their commands name the folder `recipes`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from tpu_rl.checkpoint import lock
 from tpu_rl.commands import config, roles, run
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import ExperimentConfig
-from tpu_rl.commands.recipe import answers, recipe_file, recipe_report, written_prompts
+from tpu_rl.commands.recipe import answers, examples, recipe_file, recipe_report, written_prompts
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.commands.recipe.recipe_file import START, Keep, Recipe
 from tpu_rl.data import Row
@@ -57,12 +60,14 @@ NOT_KEPT = ("messages", "text", "completion", "ended", "system", "system_prompt"
 
 @dataclass(frozen=True)
 class Flags:
-    file: tyro.conf.Positional[str]
+    file: tyro.conf.Positional[str] = ""
     """The recipe."""
     seeds: tuple[int, ...] = ()
     """Run all stages once with each of these seeds, in the folders seed_N of the recipe's."""
     dry_run: bool = False
     """Check all stages and evaluations, and stop."""
+    copy_to: str = ""
+    """Write the recipes that ship with the package to this new folder, and stop."""
 
 
 def main(argv: list[str]) -> int:
@@ -71,6 +76,15 @@ def main(argv: list[str]) -> int:
     command = f"{typed_command('recipe')} {shlex.join(argv)}"
     try:
         refuse_secrets(argv)
+        if flags.copy_to:
+            examples.copy(Path(flags.copy_to))
+            print(f"{flags.copy_to}/README.md says what there is")
+            return 0
+        if not flags.file:
+            raise InputError(
+                "no recipe is named",
+                fix="name a file, or write those of the package with --copy-to recipes",
+            )
         if cluster.find([])[0] is not None:
             raise InputError(
                 "recipes run in one process",
