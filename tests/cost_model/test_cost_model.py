@@ -297,6 +297,23 @@ def test_a_decode_kernel_reads_what_it_states_and_less_of_emptier_caches(name, f
     assert (total_bytes(quarter), cost_model.total_flops(quarter)) == (filled, 4 * filled)
 
 
+@pytest.mark.parametrize(("file", "read"), [("decode_kernel.py", 100), ("other.py", 8208)])
+def test_a_decode_kernel_without_its_name_is_known_by_its_file(file, read):
+    """As jax 0.7.2 writes it."""
+    attributes = (
+        'custom_call_target="tpu_custom_call", '
+        f'metadata={{op_name="jit(f)/attend/pallas_call" source_file="models/attention/{file}"}}, '
+        'backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"100"}}}'
+    )
+    program = module(f"""
+        ENTRY %main (cache: bf16[64,64]) -> bf16[8] {{
+          %cache = bf16[64,64]{{1,0}} parameter(0)
+          ROOT %k = bf16[8]{{0}} custom-call(%cache), {attributes}
+        }}
+    """)
+    assert total_bytes(cost_model.operations(program)) == read
+
+
 def test_bytes_are_followed_through_nested_fusions():
     """A nested fusion that only renames a parameter: who reads its result reads the parameter."""
     program = module("""

@@ -31,12 +31,27 @@ def test_gradients_do_not_depend_on_remat(family):
     wanted = of_model(model)
     for policy in POLICIES[1:]:
         require_same(of_model(models.with_remat(model, policy)), wanted)
+    barrier = models.with_remat(model, "full", gradient_barrier=True)
+    require_same(of_model(barrier), wanted)
 
 
 @pytest.mark.nightly
 def test_gradients_with_the_kernel_do_not_depend_on_remat():
     kernel = models.with_attention_kernel(tiny("llama3").model, "interpreted")
     require_same(of_model(models.with_remat(kernel, "save-dots")), of_model(kernel))
+
+
+def test_a_barrier_stands_behind_the_gradients_of_gate_and_up():
+    slots = ROWS["shared prompts"]
+
+    def barriers(model):
+        params, tokens = model.init(jax.random.key(0)), np.zeros((2, 384), np.int32)
+        total = jax.grad(lambda params: hidden_of(model, params, tokens, slots).sum())
+        return str(jax.make_jaxpr(total)(params)).count("optimization_barrier")
+
+    model = tiny("llama3").model
+    with_barrier = models.with_remat(model, "none", gradient_barrier=True)
+    assert barriers(with_barrier) == barriers(models.with_remat(model, "none")) + 1
 
 
 @functools.cache

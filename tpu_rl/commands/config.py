@@ -94,6 +94,10 @@ class ModelConfig:
     """The part of a layer that the backward pass computes again, to save memory. full: everything.
     save-dots: everything but the results of products with weights, and attention's; experts are
     computed again. none: nothing, but experts that several devices share."""
+    gradient_barrier: bool = False
+    """Write the gradients of an MLP's gate and up to memory before the products that read them,
+    which XLA otherwise may compute again for each tile of a product. launch/plan.py --search tries
+    it; see docs/benchmarks/scaling.md."""
     lora: LoraConfig = LoraConfig()
     images: bool = False
     """Read images with a Gemma 3 or 4 that has a tower, a text model otherwise. Models of other
@@ -770,6 +774,7 @@ MAY_CHANGE = (
     "sampling.tensor_parallel",
     "profile",
     "model.remat",
+    "model.gradient_barrier",
     "model.attention",
 )
 """Settings with which a run may continue although they changed. They change paths, devices,

@@ -384,7 +384,7 @@ def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
 
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
     """Return the model with what is fastest on the mesh's devices, or what was asked for."""
-    model = models.with_remat(model, config.model.remat)
+    model = models.with_remat(model, config.model.remat, config.model.gradient_barrier)
     if config.model.exact_sampling:
         if model.config.moe is not None:
             raise InputError(

@@ -580,6 +580,8 @@ class DecoderConfig:
     """The part of each layer that the backward pass recomputes. "full": all of it, from its input.
     "save-dots": everything except products with weights and attention, whose results are saved.
     "none": nothing."""
+    gradient_barrier: bool = False
+    """True: gradients of an MLP's gate and up are written before the products that read them."""
     cache_dtype: str | None = None
     """The dtype of cached keys and values. "int8" adds one scale per token and head. None: the
     compute dtype."""

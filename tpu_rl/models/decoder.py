@@ -769,6 +769,8 @@ class Layer(Weights):
         config = self.config.mlp
         gate = self.linear("btd,df->btf", x, f"{prefix}gate", config.bias)
         up = self.linear("btd,df->btf", x, f"{prefix}up", config.bias)
+        if self.config.gradient_barrier:
+            gate, up = layers.gradient_barrier((gate, up))
         gated = gate_function(config)(gate, up)
         return self.linear("btf,fd->btd", gated, f"{prefix}down", config.bias)
 

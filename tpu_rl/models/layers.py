@@ -425,6 +425,22 @@ _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 # Norm and rotary embedding.
 
 
+@jax.custom_vjp
+def gradient_barrier(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the arrays. Their gradients are written to memory before a product reads them.
+
+    Otherwise XLA may fuse what makes a gradient with each product that reads it, and compute it
+    again for every tile of the product.
+    """
+    return arrays
+
+
+gradient_barrier.defvjp(
+    lambda arrays: (arrays, None),
+    lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
+)
+
+
 def rms_norm(
     x: Array,
     scale: Array,

@@ -175,10 +175,12 @@ def with_recorded_routing(model: Model) -> Model:
     return decoder(replace(model.config, records_routing=True))
 
 
-def with_remat(model: Model, remat: Literal["full", "save-dots", "none"]) -> Model:
-    """Return the model whose backward pass recomputes this much of each layer (see
-    `DecoderConfig.remat`)."""
-    return decoder(replace(model.config, remat=remat))
+def with_remat(
+    model: Model, remat: Literal["full", "save-dots", "none"], gradient_barrier: bool = False
+) -> Model:
+    """Return the model with this backward pass (see `remat` and `gradient_barrier` of
+    `DecoderConfig`)."""
+    return decoder(replace(model.config, remat=remat, gradient_barrier=gradient_barrier))
 
 
 def apply(model: Model, params: Params, tokens: Array) -> Array:

@@ -201,6 +201,8 @@ def _search_flags(best: Candidate) -> str:
     if config.sampling.tensor_parallel is not None:
         flags.append(f"--sampling.tensor-parallel {config.sampling.tensor_parallel}")
     flags.append(f"--model.remat {config.model.remat}")
+    if config.model.gradient_barrier:
+        flags.append("--model.gradient-barrier")
     flags.append(f"--batch.micro-batch-rows {config.batch.micro_batch_rows}")
     return " ".join(flags)
 

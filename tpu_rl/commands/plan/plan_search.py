@@ -308,7 +308,7 @@ def _best_that_samples(
     for candidate in sorted(fitting, key=lambda candidate: _seconds(candidate.plan)):
         sampling = search_sampling(candidate.config, target, model, say)
         if sampling is not None:
-            learning = _with_products_kept(candidate, target, model, say)
+            learning = _with_fastest_backward_pass(candidate, target, model, say)
             lines = sampling.plan.lines + learning.plan.lines
             return Candidate(
                 replace(sampling.config, model=learning.config.model),
@@ -343,16 +343,24 @@ def _learning_plans(
         yield Candidate(config, plan)
 
 
-def _with_products_kept(candidate: Candidate, target: Target, model: Model, say: Say) -> Candidate:
-    """Return the candidate with `--model.remat save-dots` where that fits and is faster."""
-    config = candidate.config
-    if config.model.remat != "full":
-        return candidate
-    config = replace(config, model=replace(config.model, remat="save-dots"))
-    plan = make_plan(config, target, model, ("learning",))
-    say(f"--model.remat save-dots: {_verdict(plan, target)}")
-    if plan.fits(target) and _seconds(plan) < _seconds(candidate.plan):
-        return Candidate(config, plan)
+BACKWARD_PASSES = ({"remat": "save-dots"}, {"gradient_barrier": True})
+"""Settings of --model that change the time and memory of the backward pass, and no value."""
+
+
+def _with_fastest_backward_pass(
+    candidate: Candidate, target: Target, model: Model, say: Say
+) -> Candidate:
+    """Return the candidate with those of BACKWARD_PASSES that fit and are faster."""
+    for settings in BACKWARD_PASSES:
+        config = candidate.config
+        config = replace(config, model=replace(config.model, **settings))
+        if config == candidate.config or candidate.config.model.remat == "none":
+            continue
+        plan = make_plan(config, target, model, ("learning",))
+        [(name, value)] = settings.items()
+        say(f"--model.{name.replace('_', '-')} {value}: {_verdict(plan, target)}")
+        if plan.fits(target) and _seconds(plan) < _seconds(candidate.plan):
+            candidate = Candidate(config, plan)
     return candidate
 
 
