@@ -106,16 +106,16 @@ def test_logits_and_gradients_are_transformers_for_images_of_five_sizes(tmp_path
         return jnp.sin(logits).sum(), logits
 
     with jax.default_matmul_precision("highest"):
-        (_, logits), gradients = jax.value_and_grad(total, has_aux=True)(params)
+        (_, logits), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
         # The sampler reads a prompt at once, and then tokens one by one.
         reading = params | {FEATURES: models.image_features(model)(params, pieces)}
-        cache = model.init_cache(reading, 1, 128)
+        cache, extend = model.init_cache(reading, 1, 128), jax.jit(model.extend)
         split = tokens.shape[1] - 2
         sampled = []
         for part in (slice(0, split), slice(split, split + 1), slice(split + 1, split + 2)):
             new = jnp.asarray(tokens[:, part])
             place = jnp.arange(tokens.shape[1])[None, part]
-            part_logits, cache = model.extend(
+            part_logits, cache = extend(
                 reading, cache, new, place, 0 * new, jnp.array([new.shape[1]])
             )
             sampled.append(part_logits)
