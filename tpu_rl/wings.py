@@ -77,6 +77,7 @@ FAMILIES: LazyTable[Any] = LazyTable(
     {
         "gem": "tpu_rl.tasks.adapters.gem",
         "gymnasium": "tpu_rl.tasks.adapters.gymnasium",
+        "harbor": "tpu_rl.tasks.adapters.harbor",
         "mcp": "tpu_rl.tasks.adapters.mcp",
         "openenv": "tpu_rl.tasks.adapters.openenv",
         "reasoning_gym": "tpu_rl.tasks.adapters.reasoning_gym",

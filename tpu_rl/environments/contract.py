@@ -32,9 +32,10 @@ All methods may be `async def`. If `reset` names one of these, it gets
                     because their rewards are compared.
     max_turns       the turns that the model may take, at least 1
     is_evaluation   True in evaluations
+    call_seconds    the time that a call may take (`--environment-limits.call-seconds`)
 
 A column of the data with such a name goes first. What a model sees must be a function of the row,
-these three and the model's actions: resume relies on it.
+these four and the model's actions: resume relies on it.
 
 With `--rollout.partial` an episode goes on in the next step, and after a kill in another process.
 The class then has pickle's two methods: `__getstate__` returns the episode's state, of values that
@@ -46,6 +47,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +78,7 @@ class Fault(Exception):
     """A failure that no model caused, raised by a tool: the episode is not scored."""
 
 
-EPISODE_PARAMETERS = ("seed", "max_turns", "is_evaluation")
+EPISODE_PARAMETERS = ("seed", "max_turns", "is_evaluation", "call_seconds")
 """What `reset` may name besides columns of the data; see the module's docstring."""
 
 
@@ -177,12 +179,14 @@ def reset(
     seed: int,
     max_turns: int = 1,
     is_evaluation: bool = False,
+    call_seconds: float = math.inf,
 ) -> Observation | None:
     """Begin an episode, and return its first observation."""
     parameters = inspect.signature(instance.reset).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {name: value for name, value in row.items() if takes_all or name in parameters}
-    for name, value in zip(EPISODE_PARAMETERS, (seed, max_turns, is_evaluation), strict=True):
+    values = (seed, max_turns, is_evaluation, call_seconds)
+    for name, value in zip(EPISODE_PARAMETERS, values, strict=True):
         if name in parameters:
             arguments.setdefault(name, value)
     value = _finished(instance.reset(**arguments))

@@ -221,6 +221,7 @@ class EnvironmentPool:
             "seed": seed,
             "max_turns": max_turns,
             "is_evaluation": is_evaluation,
+            "call_seconds": self.limits.call_seconds,
         }
         return self._begin(episode, row, {"ask": "reset", "arguments": arguments, "saves": saves})
 

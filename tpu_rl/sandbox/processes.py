@@ -78,7 +78,7 @@ def run(
         Refused: before the program begins, if it cannot be confined.
     """
     request = {"program": program, "stdin": stdin, "role": ""}
-    with _Run(request, (), limits or SandboxLimits(), confine) as running:
+    with Running(request, (), limits or SandboxLimits(), confine) as running:
         return running.outcome()
 
 
@@ -111,13 +111,13 @@ def judge(
     answers, to_judge = os.pipe()
     arguments = (program, requests, to_judge)
     serve = {"stdin": "", "role": "serve", "arguments": arguments}
-    serve |= {"modules": _code_of("channel", "program_end")}
+    serve |= {"modules": code_of("channel", "program_end")}
     arguments = (test, set(program_names), num_asserts, answers, to_program)
     ask = serve | {"role": "judge", "arguments": arguments}
-    ask |= {"modules": _code_of("channel", "judge_end")}
+    ask |= {"modules": code_of("channel", "judge_end")}
     with (
-        _Run(ask, (answers, to_program), limits, confine) as judging,
-        _Run(serve, (requests, to_judge), limits, confine) as running,
+        Running(ask, (answers, to_program), limits, confine) as judging,
+        Running(serve, (requests, to_judge), limits, confine) as running,
         ThreadPoolExecutor(1) as thread,
     ):
         # What the program prints must be read, or it waits forever.
@@ -170,7 +170,7 @@ _confined: list[bool] = []
 
 
 @cache
-def _code_of(*names: str) -> list[tuple[str, CodeType]]:
+def code_of(*names: str) -> list[tuple[str, CodeType]]:
     """Return modules of this package, by name, as the child process loads them."""
     sources = ((f"{__package__}.{name}", CHILD.with_name(f"{name}.py")) for name in names)
     return [
@@ -179,7 +179,7 @@ def _code_of(*names: str) -> list[tuple[str, CodeType]]:
     ]
 
 
-class _Run:
+class Running:
     """A child process with a request. It ends with the context."""
 
     def __init__(
@@ -204,7 +204,23 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Wait for the end."""
-        return _communicate(self._process, self._report, self._request, self._limits)
+        return _communicate(self._process, self._report, self._begun(), self._limits)
+
+    def begin(self) -> None:
+        """Wait until the process is confined. Raises Refused if it cannot be."""
+        self._begun()
+
+    def _begun(self) -> bytearray:
+        """Send the request. Return what the process reported after it was confined."""
+        _send(self._process, self._request)
+        reported = bytearray()
+        first_line = _read_first_line(self._report, reported)
+        if first_line != b"confined":
+            self._process.kill()
+            assert self._process.stderr is not None
+            reason = first_line or self._process.stderr.read(2000)
+            raise Refused(reason.decode(errors="replace"))
+        return reported
 
     def kill(self) -> None:
         """Kill the process, and everything that it started in its namespace."""
@@ -244,22 +260,16 @@ def _spawn(protocol: int, channel: Sequence[int], folder: str) -> subprocess.Pop
 
 
 def _communicate(
-    process: subprocess.Popen[bytes], report: int, request: bytes, limits: SandboxLimits
+    process: subprocess.Popen[bytes], report: int, reported: bytearray, limits: SandboxLimits
 ) -> Outcome:
-    """Send the request, and read the process's pipes until it ends or exceeds a limit."""
+    """Read the process's pipes until it ends or exceeds a limit."""
     assert process.stdout is not None
     assert process.stderr is not None
-    _send(process, request)
     streams = {
-        report: bytearray(),
+        report: reported,
         process.stdout.fileno(): bytearray(),
         process.stderr.fileno(): bytearray(),
     }
-    first_line = _read_first_line(report, streams[report])
-    if first_line != b"confined":
-        process.kill()
-        reason = first_line or process.stderr.read(2000)
-        raise Refused(reason.decode(errors="replace"))
     deadline = time.monotonic() + limits.seconds
     max_bytes = limits.output_kb << 10
     ended = ""
