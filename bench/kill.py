@@ -99,7 +99,7 @@ class Uninterrupted(NamedTuple):
 
     digest: str
     rows: list[dict]
-    samples: bytes
+    samples: list[dict]
     compile: float
     """Seconds until the row of step 1."""
     phases: dict[str, tuple[float, float]]
