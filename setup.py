@@ -25,6 +25,7 @@ EXTRAS = {
     "datasets": ["datasets", "pyarrow"],
     "wandb": ["wandb"],
     "trackio": ["trackio"],
+    "mlflow": ["mlflow"],
     # For launch/serve.py and --agent: the server itself, of three small packages.
     "serve": ["uvicorn>=0.30", "starlette>=0.40", "protobuf>=5"],
     # For the tests of launch/serve.py --tinker with the real client.

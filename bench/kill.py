@@ -99,7 +99,7 @@ class Uninterrupted(NamedTuple):
 
     digest: str
     rows: list[dict]
-    samples: bytes
+    samples: list[dict]
     compile: float
     """Seconds until the row of step 1."""
     phases: dict[str, tuple[float, float]]
@@ -162,15 +162,16 @@ def metrics_rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def results(folder: Path) -> tuple[str, list[dict], bytes]:
-    """Return (digest, metrics rows without times, samples) of a finished run."""
+def results(folder: Path) -> tuple[str, list[dict], list[dict]]:
+    """Return (digest, metrics rows without times, samples without times) of a finished run."""
     digest = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["params_digest"]
     timeless = [
         {name: value for name, value in row.items() if not name.startswith(("time", "perf/"))}
         for row in metrics_rows(folder)
     ]
-    samples = folder / SAMPLES_FILE
-    return digest, timeless, samples.read_bytes() if samples.exists() else b""
+    path = folder / SAMPLES_FILE
+    samples = map(json.loads, path.read_text("utf-8").splitlines()) if path.exists() else ()
+    return digest, timeless, [{**sample, "seconds": None} for sample in samples]
 
 
 def run_uninterrupted(yaml: Path, folder: Path, cache: Path, processes: int) -> Uninterrupted:

@@ -153,7 +153,7 @@ def test_tensorboard_gets_every_step_once(tmp_path):
         (event.step, value.tag, value.simple_value)
         for event in events
         for value in event.summary.value
-    ] == [(step, "reward/mean", step / 2) for step in (1, 2, 3)]
+    ] == [(step, name, step / 2) for step in (1, 2, 3) for name in ("reward/mean", "train/reward")]
     assert [event.step for event in events if event.HasField("session_log")] == [0]
 
 
@@ -230,7 +230,7 @@ def fake_wandb(monkeypatch):
 def test_wandb_gets_scalars_and_the_configuration_without_secrets(tmp_path, fake_wandb):
     with open_quietly(tmp_path / "first", wandb=True, config=SETTINGS) as sink:
         sink.write(3, {"reward/mean": 0.5, "policy/entropy": math.nan})
-    assert fake_wandb.logged == [(3, {"reward/mean": 0.5})]
+    assert fake_wandb.logged == [(3, {"reward/mean": 0.5, "train/reward": 0.5})]
     assert fake_wandb.is_finished
     (settings,) = fake_wandb.settings
     assert settings["project"] == "tpu_rl"
@@ -329,6 +329,92 @@ def test_trackio_that_is_not_installed_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MachineError, match=r"tpu_rl\[trackio\]"):
         preflight.check(replace(config.preset("arithmetic_grpo"), trackio=True))
+
+
+def test_dashboards_get_names_of_trl_where_it_logs_the_same(tmp_path, fake_wandb):
+    row = {
+        "policy/kl_reference": 0.25,
+        "eval/loss": 1.0,
+        "reward/my_reward.score/mean": 0.5,
+        "reward/a.same/mean": 0.5,
+        "reward/b.same/mean": 0.75,
+    }
+    with open_quietly(tmp_path, wandb=True) as sink:
+        sink.write(1, row)
+    ((_, content),) = fake_wandb.logged
+    assert content == row | {"train/kl": 0.25, "train/rewards/score/mean": 0.5}
+    assert not set(rows(tmp_path / "metrics.jsonl")[0]) & {"train/kl", "kl"}
+
+
+class FakeMlflow(types.ModuleType):
+    """The part of mlflow that `metrics` uses."""
+
+    class MlflowException(Exception):
+        pass
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.params = {}
+        self.logged = []
+        self.texts = {}
+        self.runs = []
+        self.is_down = False
+
+    def set_experiment(self, name):
+        if self.is_down:
+            raise self.MlflowException("no answer")
+        self.experiment = name
+
+    def get_tracking_uri(self):
+        return "http://127.0.0.1:1"
+
+    def start_run(self, run_id=None, run_name=None):
+        self.runs.append((run_id, run_name))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="id7"))
+
+    def log_params(self, params):
+        assert len(params) <= 100
+        assert not params.keys() & self.params.keys()
+        self.params |= params
+
+    def log_metrics(self, numbers, step, synchronous):
+        self.logged.append((step, numbers))
+
+    def log_text(self, text, path):
+        if self.is_down:
+            raise self.MlflowException("no answer")
+        self.texts[path] = text
+
+    def flush_async_logging(self):
+        pass
+
+    def end_run(self):
+        self.runs.append("end")
+
+
+def test_mlflow_gets_the_same_and_an_outage_ends_no_run(tmp_path, monkeypatch, capsys):
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    sample = {"prompt": "0?", "completion": "0", "reward": 1.0, "parts": {}}
+    many = {f"setting{number}": number for number in range(150)}
+    with open_quietly(tmp_path / "first", mlflow=True, config=SETTINGS | many) as sink:
+        sink.write(1, {"reward/mean": 0.5, "reward/f(x)/mean": 0.5}, [sample])
+        fake.is_down = True
+        sink.write(21, {"reward/mean": 0.75}, [sample])
+    assert "warning: MLflow did not get step 21: no answer" in capsys.readouterr().err
+    first = {"reward/mean": 0.5, "reward": 0.5, "reward/f_x_/mean": 0.5}
+    assert fake.logged == [(1, first), (21, {"reward/mean": 0.75, "reward": 0.75})]
+    assert list(fake.texts) == ["samples/step_1.md"]
+    assert len(fake.params) == 155
+    assert fake.params["data.path"] == '["https://<secret>@host/rows.jsonl"]'
+    with pytest.raises(MachineError, match="MLflow does not take this run"):
+        open_quietly(tmp_path / "second", mlflow=True)
+    fake.is_down = False
+    open_quietly(tmp_path / "first", 21, mlflow=True, config={"steps": 11}).close()
+    assert fake.runs == [(None, "first"), "end", ("id7", None), "end"]
+    assert fake.experiment == "tpu_rl"
 
 
 def test_tables_come_with_the_first_completions_after_each_border():

@@ -21,7 +21,7 @@ import secrets
 import sys
 import textwrap
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -39,8 +39,35 @@ SAMPLES_FILE = run_files.SAMPLES
 SUMMARY_FILE = run_files.SUMMARY
 TABLE_STEPS = 20
 """Every so many steps, dashboards get a table of completions."""
-DASHBOARDS = ("wandb", "trackio")
+DASHBOARDS = ("wandb", "trackio", "mlflow")
 """Packages that a run may send its metrics to."""
+TRL_NAMES = {
+    "reward/mean": "reward",
+    "reward/std": "reward_std",
+    "reward/zero_std_groups": "frac_reward_zero_std",
+    "rollout/length_mean": "completions/mean_length",
+    "rollout/length_max": "completions/max_length",
+    "rollout/truncated": "completions/clipped_ratio",
+    "policy/entropy": "entropy",
+    "policy/kl_reference": "kl",
+    "policy/clip_low": "clip_ratio/low_mean",
+    "policy/clip_high": "clip_ratio/high_mean",
+    "policy/log_prob_gap_mean": "sampling/sampling_logp_difference/mean",
+    "policy/log_prob_gap_max": "sampling/sampling_logp_difference/max",
+    "preference/accuracy": "rewards/accuracies",
+    "preference/margin": "rewards/margins",
+    "preference/chosen": "rewards/chosen",
+    "preference/rejected": "rewards/rejected",
+    "sft/loss": "loss",
+    "preference/loss": "loss",
+    "optim/grad_norm": "grad_norm",
+    "optim/learning_rate": "learning_rate",
+}
+"""Metric -> the name under which TRL 1.16 logs the same. Its `reward_std` divides by N - 1, not by
+N, and its `learning_rate` is that of the next step."""
+PARAMETERS_OF_CALL = 100
+"""MLflow takes so many settings at a time."""
+CHARACTERS_OF_PARAMETER = 500
 TABLE_ROWS = 16
 """Completions of such a table, at most."""
 SHOWN_CHARACTERS = 320
@@ -54,6 +81,7 @@ def open_metrics(
     tensorboard: bool = True,
     wandb: bool = False,
     trackio: bool = False,
+    mlflow: bool = False,
     config: Mapping[str, Any] | None = None,
     show: int = 0,
 ) -> Sink:
@@ -67,11 +95,12 @@ def open_metrics(
       tensorboard: whether to write TensorBoard's files.
       wandb: whether to send metrics to Weights & Biases.
       trackio: whether to send metrics to trackio.
+      mlflow: whether to send metrics to MLflow.
       config: the configuration of the run, for dashboards. They get it without secrets.
       show: steps between those whose best and worst completion the console prints; 0 for none.
 
     Raises:
-      MachineError: wandb or trackio is wanted and not installed.
+      MachineError: a dashboard is wanted and not installed, or MLflow cannot be reached.
       DamagedDataError: a record has an unreadable row before its last one.
     """
     if jax.process_index() != 0:
@@ -83,6 +112,8 @@ def open_metrics(
         copies.append(open_wandb(folder, config))
     if trackio:
         copies.append(open_trackio(folder, config))
+    if mlflow:
+        copies.append(open_mlflow(folder, config))
     if tensorboard:
         copies.extend(open_tensorboard(folder / "tensorboard", resume_step + 1, config))
     for name in (METRICS_FILE, SAMPLES_FILE):
@@ -266,10 +297,7 @@ class TensorBoard:
         for name, value in _scalars(row).items():
             self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
         if self._table_steps.is_due(row["step"], samples):
-            columns, cells = sample_table(row["step"], samples)
-            table = "\n".join(
-                _markdown_row(line) for line in (columns, ["---"] * len(columns), *cells)
-            )
+            table = _markdown_table(row["step"], samples)
             self._writer.add_text("samples", table, row["step"], walltime=row["time"])
         self._writer.flush()
 
@@ -374,6 +402,81 @@ def open_trackio(run_dir: Path, config: Mapping[str, Any] | None = None) -> Dash
     return Dashboard(trackio, run)
 
 
+class MlflowRun:
+    """Scalars and some completions for MLflow, in the run that is active."""
+
+    def __init__(self, module: Any):
+        self._mlflow = module
+        self._table_steps = TableSteps()
+
+    def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Record one step, with a table of some completions where `TableSteps` says so.
+
+        A server that does not answer costs the run nothing but a warning.
+        """
+        step = row["step"]
+        numbers = {_for_mlflow(name): value for name, value in _scalars(row, "").items()}
+        try:
+            self._mlflow.log_metrics(numbers, step=step, synchronous=False)
+            if self._table_steps.is_due(step, samples):
+                self._mlflow.log_text(_markdown_table(step, samples), f"samples/step_{step}.md")
+        except self._mlflow.MlflowException as error:
+            print(f"warning: MLflow did not get step {step}: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        """End the run on the server."""
+        self._mlflow.flush_async_logging()
+        self._mlflow.end_run()
+
+
+def open_mlflow(run_dir: Path, config: Mapping[str, Any] | None = None) -> MlflowRun:
+    """Return the run of MLflow, where its own variables say (MLFLOW_TRACKING_URI and others).
+
+    The defaults of MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_NAME are tpu_rl and the folder's name. A
+    resumed run continues under the id in the run folder, and keeps the settings of its beginning,
+    because MLflow does not change them.
+
+    Raises:
+      MachineError: if MLflow is not installed, or its store does not answer.
+    """
+    mlflow = require("mlflow")
+    id_file = run_dir / "mlflow_id"
+    try:
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "tpu_rl")
+        if id_file.exists():
+            mlflow.start_run(run_id=id_file.read_text())
+            return MlflowRun(mlflow)
+        name = os.environ.get("MLFLOW_RUN_NAME") or run_dir.resolve().name
+        id_file.write_text(mlflow.start_run(run_name=name).info.run_id)
+        settings = [
+            (_for_mlflow(setting), text[:CHARACTERS_OF_PARAMETER])
+            for setting, text in flat_settings(without_secrets(config or {}))
+        ]
+        for start in range(0, len(settings), PARAMETERS_OF_CALL):
+            mlflow.log_params(dict(settings[start : start + PARAMETERS_OF_CALL]))
+    except mlflow.MlflowException as error:
+        raise MachineError(
+            "MLflow does not take this run.",
+            where=f"--mlflow, {mlflow.get_tracking_uri()}",
+            why=str(error),
+            fix="see MLFLOW_TRACKING_URI, or leave the flag away",
+        ) from error
+    return MlflowRun(mlflow)
+
+
+def _for_mlflow(name: str) -> str:
+    return re.sub(r"[^\w/. :-]", "_", name)
+
+
+def flat_settings(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of settings, as in ("optimizer.learning_rate", "0.001")."""
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from flat_settings(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, values if isinstance(values, str) else json.dumps(values, default=str)
+
+
 def _project_and_name(prefix: str, run_dir: Path) -> dict[str, str]:
     return {
         "project": os.environ.get(f"{prefix}_PROJECT") or "tpu_rl",
@@ -411,6 +514,11 @@ def sample_table(
     return ["step", "prompt", "completion", "reward", *(f"reward/{name}" for name in parts)], rows
 
 
+def _markdown_table(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
+    columns, cells = sample_table(step, samples)
+    return "\n".join(map(_markdown_row, (columns, ["---"] * len(columns), *cells)))
+
+
 def _markdown_row(cells: Sequence[Any]) -> str:
     """Return a line of a table, in which no cell is Markdown or HTML."""
     texts = ("" if cell is None else re.sub(r"[|`<>]", _entity, str(cell)) for cell in cells)
@@ -426,12 +534,25 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    return {
+def _scalars(row: dict[str, Any], folder: str = "train/") -> dict[str, float]:
+    """Return the numbers of a row by our names, and by TRL's in `folder` where it logs the same.
+
+    A name that two metrics would have is left out.
+    """
+    own = {
         name: value
         for name, value in row.items()
         if name not in ("step", "time") and value is not None
     }
+    theirs = {name: TRL_NAMES.get(name) or _trl_name(name) for name in own}
+    unique = {name for name, count in Counter(theirs.values()).items() if name and count == 1}
+    return own | {f"{folder}{theirs[name]}": own[name] for name in own if theirs[name] in unique}
+
+
+def _trl_name(name: str) -> str | None:
+    """Return TRL's name for the mean of one of several rewards: functions without their files."""
+    match = re.fullmatch(r"reward/(?:\w+\.)?(\w+)/mean", name)
+    return match and f"rewards/{match[1]}/mean"
 
 
 # --- console ---

@@ -81,7 +81,6 @@ def test_a_file_of_verl_becomes_a_configuration(tmp_path, capsys):
     assert made.algorithm.loss_aggregation == "sequence_mean"
     assert made.steps == 20
     assert left.splitlines() == [
-        "not carried over: actor_rollout_ref.actor.use_kl_loss: True",
         "not carried over: actor_rollout_ref.rollout.name: 'vllm'",
     ]
 

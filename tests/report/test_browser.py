@@ -201,6 +201,14 @@ def test_any_metric_is_drawn_over_any_axis_and_seeds_as_one_line(page, tmp_path)
         assert page.evaluate(f"({CHOOSE})('reward/mean', '{axis}')") == 3
     assert page.evaluate(f"({CHOOSE})('reward/mean', 'soptimizer.learning_rate')") == 3
     assert page.evaluate("document.querySelectorAll('#explore svg circle').length") == 3
+    assert page.evaluate(f"({CHOOSE})('reward/mean', 'p')") == 3
+    texts = page.evaluate(
+        "[...document.querySelectorAll('#explore svg text')].map(t => t.textContent)"
+    )
+    assert {"seed", "optimizer.learning_rate", "last reward/mean", "0.1", "0.2"} <= set(texts)
+    assert "2 of 2 settings" in page.evaluate(
+        "document.querySelector('#explore .keys').textContent"
+    )
     page.evaluate("document.querySelector('[name=seeds]').checked = true")
     assert page.evaluate(f"({CHOOSE})('reward/mean', '0')") == 2
     assert page.evaluate("document.querySelectorAll('#explore svg .band').length") == 2

@@ -403,6 +403,23 @@ def test_all_kept_completions_of_a_short_run_have_a_page_with_their_story(tmp_pa
     assert "look_up" in completion
 
 
+def test_completions_whose_tokens_have_no_numbers_have_a_page_with_the_time_of_episodes(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    rows = [
+        sample(1, place, 1) | {"group": place // 4, "seconds": {"policy": 1.5, "<tools>": 4.5}}
+        for place in range(64)
+    ]
+    rows[0] = with_tokens(rows[0], ["4", "2"])
+    write_lines(folder / "samples.jsonl", rows)
+    text = page(folder)
+    assert len(re.findall(r'id="step-1-[0-9]+"', text)) == 64
+    last = page_of(text, "step-1-63")
+    assert "<h3>Time, 6 s</h3>" in last
+    assert '<rect class="c1" x="25.00" width="75.00" height="4"/>' in last
+    assert "policy 1.5 s</span>" in last
+    assert "&lt;tools&gt; 4.5 s</span>" in last
+
+
 @pytest.mark.slow
 def test_pages_of_long_completions_are_few_and_bounded(tmp_path):
     folder = make_run(tmp_path / "run", steps=100)

@@ -166,6 +166,10 @@ def test_rewards_of_turns_are_on_their_last_actions(games):
     roles = [message["role"] for message in record["messages"]]
     assert roles[:3] == ["assistant", "user", "assistant"]
     assert record["episode"]["turns"] == 4
+    assert record["seconds"].keys() == scored.episodes.seconds.keys() >= {"policy"}
+    assert all(value >= 0 for value in record["seconds"].values())
+    assert record["seconds"].keys() == scored.episodes.seconds.keys() >= {"policy"}
+    assert all(value >= 0 for value in record["seconds"].values())
 
 
 def test_reward_functions_add_to_the_environments(games):

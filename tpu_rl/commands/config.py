@@ -322,6 +322,8 @@ class ExperimentConfig:
     project and the run."""
     trackio: bool = False
     """Send the same to trackio. TRACKIO_PROJECT and TRACKIO_NAME name the project and the run."""
+    mlflow: bool = False
+    """Send the same to MLflow. MLFLOW_TRACKING_URI says where."""
     watchdog: WatchdogConfig = WatchdogConfig()
     debug_nans: bool = False
     """Stop at the first step with a non-finite number, and name the line that produced it."""
@@ -764,6 +766,7 @@ MAY_CHANGE = (
     "samples",
     "wandb",
     "trackio",
+    "mlflow",
     "reward_limits",
     "environment_limits",
     "agent_seconds",

@@ -359,6 +359,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 config.steps,
                 wandb=config.wandb,
                 trackio=config.trackio,
+                mlflow=config.mlflow,
                 config=to_dict(config),
                 show=config.samples.show,
             ) as sink,

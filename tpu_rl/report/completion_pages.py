@@ -34,7 +34,7 @@ MIN_STEPS = 6
 """Steps with a page however long completions are, at least."""
 LATEST_STEPS = 4
 """So many of them are the latest ones of the run."""
-COMPLETIONS = 32
+COMPLETIONS = 256
 """Completions of a step with a page, at most."""
 MOST_EXTREMES = 5
 """Completions that the report lists at each end of an order, such as the longest."""
@@ -185,16 +185,15 @@ def choose(steps: Sequence[Samples]) -> list[Samples]:
 
 
 def _completions(samples: Samples) -> Samples:
-    """Return some completions of a step; those with numbers if there are any.
+    """Return the completions of a step, at most COMPLETIONS of them.
 
     They are whole groups. Of a larger group they are its first completions, and without groups some
     at equal distances.
     """
-    measured = [sample for sample in samples if sample.get("tokens")] or samples
-    count = min(COMPLETIONS, len(measured))
-    groups = _groups(measured)
-    if len(groups) == len(measured):
-        return [measured[i * len(measured) // count] for i in range(count)]
+    count = min(COMPLETIONS, len(samples))
+    groups = _groups(samples)
+    if len(groups) == len(samples):
+        return [samples[i * len(samples) // count] for i in range(count)]
     chosen: Samples = []
     for group in groups:
         if not chosen or len(chosen) + len(group) <= COMPLETIONS:
@@ -422,7 +421,7 @@ def _completion_page(
         completion = f"<div class='completion'>{html_page.text(sample['completion'])}</div>"
     if sample.get("rejected"):
         completion += f"<h3>Rejected</h3><div>{html_page.text(sample['rejected'])}</div>"
-    completion += _timeline(sample.get("messages"))
+    completion += _timeline(sample.get("messages")) + _waits(sample.get("seconds"))
     name = f"completion {row}" if isinstance(row, int) else f"completion {place + 1}"
     prompt = sample.get("rendered") or sample.get("prompt", "")
     return (
@@ -446,6 +445,22 @@ def _timeline(messages: Any) -> str:
             role = html.escape(str(message.get("role", "")))
             turns.append(f"<li><b>{role}</b> <span>{html_page.text(text)}</span></li>")
     return f"<h3>Conversation</h3><ol class='turns'>{''.join(turns)}</ol>" if turns else ""
+
+
+def _waits(seconds: Any) -> str:
+    """Return for what an episode waited as a bar with a legend, as HTML; `seconds` is kind -> s."""
+    if not isinstance(seconds, dict):
+        return ""
+    waits = {str(name): value for name, value in seconds.items() if _is_number(value) and value > 0}
+    total, start = sum(waits.values()), 0.0
+    bars, keys = [], []
+    for index, (name, value) in enumerate(waits.items()):
+        width = 100 * value / total
+        bars.append(f'<rect class="c{index % 6}" x="{start:.2f}" width="{width:.2f}" height="4"/>')
+        keys.append(f'<span class="key c{index % 6}">{html.escape(name)} {value:.3g} s</span>')
+        start += width
+    drawing = f'<svg viewBox="0 0 100 4" class="waits">{"".join(bars)}</svg>'
+    return f'<h3>Time, {total:.3g} s</h3>{drawing}<div class="keys">{"".join(keys)}</div>'
 
 
 def _navigation(links: Sequence[str]) -> str:
@@ -559,6 +574,7 @@ body:has(.page:target) main > :not(.pages) { display: none; }
   font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px;
 }
 .turns li { border-top: 1px solid var(--line); padding: 6px 0; white-space: pre-wrap; }
+.waits { width: 100%; } .waits rect { fill: var(--c); }
 .beside { display: grid; grid-template-columns: minmax(0, 1fr) 260px; gap: 28px; }
 .beside .prompt { overflow-wrap: anywhere; }
 .beside .completion, .tokens { margin-top: 10px; overflow-wrap: anywhere; }

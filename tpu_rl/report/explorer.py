@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tpu_rl.metrics import flat_settings
 from tpu_rl.report.run_data import Run
 from tpu_rl.report.series import thin_out
 
@@ -26,15 +27,7 @@ LIMITS = ("_low", "_high")
 
 def settings_of(run: Run) -> dict[str, str]:
     """Return the run's settings by names such as "optimizer.learning_rate", as texts."""
-    return dict(_flat("", run.config))
-
-
-def _flat(prefix: str, values: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(values, Mapping) and values:
-        for name, value in values.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
-    else:
-        yield prefix, values if isinstance(values, str) else json.dumps(values, default=str)
+    return dict(flat_settings(run.config))
 
 
 def differing(all_settings: Sequence[Mapping[str, str]]) -> list[str]:
@@ -162,12 +155,45 @@ SCRIPT = """
   if (runs.length > 1) {
     for (const name in runs[0].settings) add(form.x, 's' + name, 'setting ' + name);
     for (const name of metrics) add(form.x, 'm' + name, 'last ' + name);
+    add(form.x, 'p', 'all settings that differ');
   }
   const at = (xs, ys, x) => {
     let i = xs.findIndex(value => value >= x);
     if (i < 0) return ys[ys.length - 1];
     if (!i) return ys[0];
     return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1] || 1);
+  };
+  // Parallel coordinates: an axis for each setting, and one for the last value of a metric.
+  const ladder = (drawing, keys, metric) => {
+    const shown = runs.filter(run => run.lines[metric]);
+    const names = Object.keys(runs[0].settings).slice(0, 8);
+    const rank = name => {
+      const values = [...new Set(shown.map(run => run.settings[name]))];
+      values.sort((a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b));
+      return values.map((text, i) => [text, values.length > 1 ? i / (values.length - 1) : .5]);
+    };
+    const axes = names.map(rank), ends = shown.map(run => run.lines[metric][1].at(-1));
+    const [low, high] = [Math.min(...ends), Math.max(...ends)];
+    const share = value => (value - low) / (high - low || 1);
+    axes.push([[String(low), 0], [String(high), 1]]);
+    const px = i => 60 + 660 * i / (axes.length - 1), py = part => 250 - 220 * part;
+    axes.forEach((axis, i) => {
+      drawing.append(svg('path', {class: 'grid', d: `M${px(i)} 30V250`}),
+        svg('text', {x: px(i), y: i % 2 ? 290 : 276, 'text-anchor': 'middle'},
+          names[i] || 'last ' + metric));
+      for (const [text, part] of axis) drawing.append(
+        svg('text', {x: px(i) + 4, y: py(part) + 4}, text.slice(0, 16)));
+    });
+    shown.forEach((run, number) => {
+      const end = run.lines[metric][1].at(-1);
+      const parts = names.map((name, i) => axes[i].find(row => row[0] == run.settings[name])[1]);
+      const points = [...parts, share(end)].map((part, i) => px(i) + ' ' + py(part));
+      drawing.append(svg('path', {class: 'line c' + number % 6, d: 'M' + points.join('L'),
+        'stroke-opacity': .25 + .75 * share(end)}));
+      drawing.lastChild.append(svg('title', {}, run.name + ': ' + end));
+    });
+    keys.textContent = 'A line is a run; the stronger, the higher its ' + metric + '. '
+      + names.length + ' of ' + Object.keys(runs[0].settings).length + ' settings.';
   };
   const draw = () => {
     const over = form.x.value, isLine = '012'.includes(over), drawing = one('svg', part);
@@ -181,6 +207,10 @@ SCRIPT = """
       const x = over[0] == 's' ? parseFloat(run.settings[name]) : last(run, name);
       return {name: run.name, group: run.group, x: [x], y: [values.at(-1)]};
     }).filter(line => line.x.every(isFinite));
+    if (over == 'p') {
+      drawing.replaceChildren();
+      return ladder(drawing, one('.keys', part), form.y.value);
+    }
     if (form.seeds && form.seeds.checked) {
       const groups = lines.reduce(
         (all, of) => all.set(of.group, [...(all.get(of.group) || []), of]), new Map());

@@ -48,7 +48,7 @@ TRL = {
     "output-dir": "--run-dir",
     "per-device-train-batch-size": "--batch.prompts (of a step), --batch.micro-batch-rows (in "
     "memory at once)",
-    "report-to": "--wandb or --trackio",
+    "report-to": "--wandb, --trackio or --mlflow",
     "reward-funcs": "--reward",
     "save-steps": "--checkpoint.interval",
     "scale-rewards": "--algorithm.advantages",

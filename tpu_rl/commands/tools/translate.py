@@ -185,6 +185,8 @@ def translate(theirs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         if name in left and (value := compute(theirs, left[name])) is not None:
             ours[setting] = value
             del left[name]
+    if "algorithm.kl-loss-coef" in ours:
+        left.pop("actor_rollout_ref.actor.use_kl_loss", None)
     if left.get("algorithm.adv_estimator") == "gae":
         ours["preset"] = "ppo"
         del left["algorithm.adv_estimator"]
