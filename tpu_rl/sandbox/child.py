@@ -147,48 +147,16 @@ ALLOWED = {
     "rseq": 334,
     "faccessat2": 439,
 }
-REFUSED = {
-    "ptrace": 101,
-    "syslog": 103,
-    "personality": 135,
-    "pivot_root": 155,
-    "chroot": 161,
-    "acct": 163,
-    "mount": 165,
-    "umount2": 166,
-    "swapon": 167,
-    "swapoff": 168,
-    "reboot": 169,
-    "init_module": 175,
-    "delete_module": 176,
-    "quotactl": 179,
-    "kexec_load": 246,
-    "add_key": 248,
-    "request_key": 249,
-    "keyctl": 250,
-    "unshare": 272,
-    "perf_event_open": 298,
-    "fanotify_init": 300,
-    "name_to_handle_at": 303,
-    "open_by_handle_at": 304,
-    "setns": 308,
-    "process_vm_readv": 310,
-    "process_vm_writev": 311,
-    "finit_module": 313,
-    "kexec_file_load": 320,
-    "bpf": 321,
-    "userfaultfd": 323,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "pidfd_getfd": 438,
-    "mount_setattr": 442,
-}
+REFUSED = (
+    # ptrace, syslog, personality, pivot_root, chroot, acct, mount, umount2, swapon, swapoff, reboot
+    *(101, 103, 135, 155, 161, 163, 165, 166, 167, 168, 169),
+    # modules, quotactl, kexec, keys, unshare, perf_event_open, fanotify_init, handles of files
+    *(175, 176, 313, 179, 246, 320, 248, 249, 250, 272, 298, 300, 303, 304),
+    # setns, process_vm_readv, process_vm_writev, pidfd_getfd, bpf, userfaultfd, io_uring
+    *(308, 310, 311, 438, 321, 323, 425, 426, 427),
+    # open_tree, move_mount, fsopen, fsconfig, fsmount, mount_setattr
+    *(428, 429, 430, 431, 432, 442),
+)
 """x86-64 system calls that programs of a shell do not need, and that reach into the kernel."""
 SOCKET = 41
 LAST_FAMILY = 10
@@ -384,7 +352,7 @@ def furnish(new: str) -> None:
     os.mkdir(new + "/dev")
     for name in ("null", "zero", "full", "random", "urandom"):
         # Devices are binds: a user namespace may not make them.
-        open(f"{new}/dev/{name}", "w").close()
+        write_file(f"{new}/dev/{name}", "")
         mount(f"/dev/{name}", f"{new}/dev/{name}", None, BIND)
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{new}/dev/{name}")
@@ -392,26 +360,20 @@ def furnish(new: str) -> None:
     write_file(new + "/etc/passwd", f"nobody:x:{NOBODY}:{NOBODY}:nobody:/root:/bin/sh\n")
     write_file(new + "/etc/group", f"nogroup:x:{NOBODY}:\n")
     write_file(new + "/etc/hosts", "127.0.0.1 localhost\n")
-    for name in ("ld.so.cache", "alternatives"):
-        source = f"/etc/{name}"
+    for source in ("/etc/ld.so.cache", "/etc/alternatives"):
         if os.path.isdir(source):
             os.mkdir(new + source)
         elif os.path.exists(source):
-            open(new + source, "w").close()
+            write_file(new + source, "")
         else:
             continue
-        mount(source, new + source, None, BIND | RECURSIVE)
+        mount(source, new + source, None, BIND)
         mount("none", new + source, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
-    for name in ("tmp", "root", "home", "opt", "srv", "mnt", "var", "var/tmp", "dev/shm"):
+    for name in ("tmp", "root", "home", "opt", "srv", "mnt", "var", "var/tmp", "dev/shm", ""):
         os.makedirs(f"{new}/{name}", exist_ok=True)
-        own(f"{new}/{name}")
-    own(new)
-
-
-def own(path: str) -> None:
-    """Give a directory to the user nobody, if this user is root; in a user namespace it is so."""
-    if os.geteuid() == 0:
-        os.chown(path, NOBODY, NOBODY)
+        # In a user namespace this user is nobody already.
+        if os.geteuid() == 0:
+            os.chown(f"{new}/{name}", NOBODY, NOBODY)
 
 
 def enter_root(new: str) -> None:
@@ -473,7 +435,7 @@ def allow_system_calls() -> list[Instruction]:
 
 def refuse_system_calls() -> list[Instruction]:
     """Return the filter of a machine: no calls of REFUSED, new namespaces, or rare sockets."""
-    numbers = sorted(REFUSED.values())
+    numbers = sorted(REFUSED)
     return [
         (EQUAL, 0, 4, CLONE),
         (LOAD, 0, 0, 16),  # its flags

@@ -80,7 +80,6 @@ class Machine:
         cwd: str = "/",
         env: Mapping[str, str] | None = None,
         seconds: float = 20.0,
-        user: str = "",
     ) -> Done:
         """Run a command of bash, as a new process.
 
@@ -90,12 +89,10 @@ class Machine:
             cwd: the directory in which it begins.
             env: variables besides PATH, HOME and LANG.
             seconds: wall time; processor time of each process has the same limit.
-            user: not used, because all commands run as nobody.
 
         Raises:
             Lost: if the machine has ended.
         """
-        del user
         variables = {**ENVIRONMENT, **(env or {})}
         request = {"command": command, "stdin": stdin, "cwd": cwd, "env": variables}
         request |= {"seconds": float(seconds), "max_bytes": MAX_OUTPUT_BYTES}

@@ -1,19 +1,14 @@
-"""Tasks in Harbor's layout: `harbor:DIR` in containers, `harbor:local:DIR` in confined processes.
+"""Tasks in Harbor's layout: `harbor:DIR` in containers, `harbor:local:DIR` on confined machines.
 
-DIR is a task, or a folder of tasks. A task has `task.toml`, `instruction.md`, `environment/`, with
-a Dockerfile if it has one, and `tests/test.sh`, which writes the reward to
-/logs/verifier/reward.json or reward.txt; `solution/solve.sh` is optional. The names of the fields
-are those of harbor 0.26. The model has the tool `bash`; each of its commands is a new process in
-the task's computer. A turn without a call ends the episode, and then the tests are copied and run.
-Tests that write no reward, or take too long, are a fault of the episode.
+DIR is a task, or a folder of tasks: task.toml, instruction.md, environment/Dockerfile, and
+tests/test.sh, which writes /logs/verifier/reward.json or reward.txt (harbor 0.26). The model has
+the tool `bash`. A turn without a call ends the episode, and then the tests are copied and run. If
+they write no reward, or take too long, that is a fault of the episode.
 
     python -m tpu_rl.tasks.adapters.harbor local:DIR --to rows.jsonl
 
-tries every task, and writes the rows of those that work here: the task's own solution must earn
-more than an untouched computer. For containers it builds the images.
-
-A task whose file does not allow a network has none: `[environment] network_mode = "public"` or
-`allow_internet = true` allows it.
+tries every task, and writes the rows of those whose own solution earns more than an untouched
+computer. For containers it builds the images.
 """
 
 from __future__ import annotations
@@ -34,50 +29,79 @@ from typing import Any, NamedTuple
 
 from tpu_rl import sandbox
 from tpu_rl.environments.contract import Factory, Fault
-from tpu_rl.errors import InputError, MachineError, TpuRlError
+from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.sandbox import Lost
 from tpu_rl.tasks.adapters import computers
-from tpu_rl.tasks.adapters.computers import Computer, Unsupported
+from tpu_rl.tasks.adapters.computers import Container, LocalComputer, Unsupported
 
-LOCAL = "local:"
 COMMAND = "python -m tpu_rl.tasks.adapters.harbor"
 REWARDS = "/logs/verifier"
 MAX_CHARACTERS = 4000
 """The longest observation; the middle of a longer one is left out."""
 MAX_LOCAL_MB = 1024
-"""Memory of each process, and files, of a confined machine: less, if the task asks for less."""
+"""Memory of each process, and files, of a confined machine; less if the task asks for less."""
 FILE_SECONDS = 10.0
 """Time to make or read a small file."""
-AGENT_SECONDS = 600.0
-VERIFIER_SECONDS = 600.0
-"""Harbor's default of [verifier] timeout_sec."""
+SECONDS = 600.0
+"""Harbor's default of `timeout_sec`."""
+Computer = LocalComputer | Container
 
 
 class HarborTask(NamedTuple):
-    """What is read of a task."""
+    """A task: its folder, and the tables of its task.toml."""
 
-    name: str
     folder: Path
-    instruction: str
-    agent_seconds: float
-    """Time for all commands of an episode together."""
-    verifier_seconds: float
-    build_seconds: float
-    image: str
-    """An image that exists; "" if the Dockerfile makes it."""
-    workdir: str
-    env: Mapping[str, str]
-    verifier_env: Mapping[str, str]
-    solution_env: Mapping[str, str]
-    agent_user: str
-    verifier_user: str
-    cpus: float | None
-    memory_mb: int | None
-    storage_mb: int | None
-    has_network: bool
+    agent: Mapping[str, Any]
+    verifier: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    solution: Mapping[str, Any]
 
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name
 
-# --- reading ---
+    @property
+    def instruction(self) -> str:
+        """The instruction, without the marks above it that keep it out of data sets."""
+        text = (self.folder / "instruction.md").read_text(encoding="utf-8")
+        mark = r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+\s*"
+        return re.sub(mark, "", text, flags=re.IGNORECASE)
+
+    @property
+    def has_network(self) -> bool:
+        """True if the file allows it, in its newer or older form; False if it says nothing."""
+        mode = self.environment.get("network_mode")
+        return mode == "public" or (mode is None and bool(self.environment.get("allow_internet")))
+
+    @property
+    def image(self) -> str:
+        """The image's name: one that exists, or one with a digest of what makes it."""
+        if self.environment.get("docker_image"):
+            return self.environment["docker_image"]
+        digest = hashlib.sha256()
+        for path in sorted((self.folder / "environment").rglob("*")):
+            content = path.read_bytes() if path.is_file() else b""
+            digest.update(f"{path.relative_to(self.folder)}\0{len(content)}\0".encode() + content)
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "task"
+        return f"tpu-rl-harbor/{plain}:{digest.hexdigest()[:24]}"
+
+    def megabytes(self, name: str) -> int | None:
+        """Return a size: `memory_mb = 512`, or in older files `memory = "1G"`."""
+        value = self.environment.get(f"{name}_mb", self.environment.get(name))
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"([0-9.]+)([KMG])B?", value.strip().upper())
+        if match is None:
+            raise Unsupported(f"[environment] {name} = {value!r} is no size")
+        return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
+
+    def env(self, *tables: Mapping[str, Any]) -> dict[str, str]:
+        """Return the variables of the environment, and of other tables."""
+        merged: dict[str, str] = {}
+        for table in (self.environment, *tables):
+            merged |= {name: str(value) for name, value in table.get("env", {}).items()}
+        return merged
 
 
 def read_tasks(folder: Path) -> dict[str, HarborTask | str]:
@@ -86,9 +110,8 @@ def read_tasks(folder: Path) -> dict[str, HarborTask | str]:
     Raises:
         InputError: if there is none.
     """
-    folders = [folder] if (folder / "task.toml").is_file() else []
-    if not folders and folder.is_dir():
-        folders = sorted(path.parent for path in folder.glob("*/task.toml"))
+    is_one = (folder / "task.toml").is_file()
+    folders = [folder] if is_one else sorted(path.parent for path in folder.glob("*/task.toml"))
     if not folders:
         raise InputError(
             f"{folder} has no task",
@@ -112,111 +135,57 @@ def read_task(folder: Path) -> HarborTask:
     Raises:
         Unsupported: if it asks for what is not done here.
         OSError: if a file cannot be read.
-        ValueError: if task.toml, or a value in it, is none.
+        ValueError: if task.toml is none.
     """
     settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-    agent, verifier = settings.get("agent", {}), settings.get("verifier", {})
-    environment = settings.get("environment", {})
-    context = folder / "environment"
-    network = environment.get("network_mode")
+    names = ("agent", "verifier", "environment", "solution")
+    task = HarborTask(folder, *(settings.get(name, {}) for name in names))
+    verifier, environment = task.verifier, task.environment
+    modes = [table.get("network_mode") for table in (task.agent, verifier, environment)]
+    has_image = bool(environment.get("docker_image"))
     refused = {
         "[[steps]]": settings.get("steps"),
         "[environment] os = windows": str(environment.get("os", "linux")).lower() != "linux",
         "[environment] gpus or tpu": environment.get("gpus") or environment.get("tpu"),
         "[environment] mcp_servers": environment.get("mcp_servers"),
         "[environment] healthcheck": environment.get("healthcheck"),
-        "docker-compose.yaml": (context / "docker-compose.yaml").exists(),
-        "trajectory.json": (folder / "trajectory.json").exists(),
         "a verifier with an environment of its own": verifier.get("environment")
         or verifier.get("environment_mode") == "separate",
         "[verifier] collect": verifier.get("collect"),
-        "network_mode = allowlist": "allowlist"
-        in (network, agent.get("network_mode"), verifier.get("network_mode")),
+        "network_mode = allowlist, or one of a phase": "allowlist" in modes or any(modes[:2]),
+        "an env of ${...}, from this machine,": "${" in str(task.env(verifier, task.solution)),
+        "docker-compose.yaml": (folder / "environment" / "docker-compose.yaml").exists(),
+        "trajectory.json": (folder / "trajectory.json").exists(),
+        "a task without tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
+        "a task without environment/Dockerfile or docker_image": not has_image
+        and not (folder / "environment" / "Dockerfile").is_file(),
     }
-    for what, is_there in refused.items():
-        if is_there:
+    for what, is_so in refused.items():
+        if is_so:
             raise Unsupported(f"{what} is not supported")
-    if not (folder / "tests" / "test.sh").is_file():
-        raise Unsupported("it has no tests/test.sh")
-    image = environment.get("docker_image") or ""
-    if not image and not (context / "Dockerfile").is_file():
-        raise Unsupported("it has neither environment/Dockerfile nor a docker_image")
-    allows = network == "public" or (network is None and bool(environment.get("allow_internet")))
-    return HarborTask(
-        name=folder.name,
-        folder=folder,
-        instruction=_without_canary((folder / "instruction.md").read_text(encoding="utf-8")),
-        agent_seconds=float(agent.get("timeout_sec") or AGENT_SECONDS),
-        verifier_seconds=float(verifier.get("timeout_sec", VERIFIER_SECONDS)),
-        build_seconds=float(environment.get("build_timeout_sec", 600.0)),
-        image=image,
-        workdir=environment.get("workdir") or "",
-        env=_variables(environment),
-        verifier_env=_variables(verifier),
-        solution_env=_variables(settings.get("solution", {})),
-        agent_user=str(agent.get("user") or ""),
-        verifier_user=str(verifier.get("user") or ""),
-        cpus=environment.get("cpus"),
-        memory_mb=_megabytes(environment, "memory"),
-        storage_mb=_megabytes(environment, "storage"),
-        has_network=allows,
-    )
-
-
-def _variables(table: Mapping[str, Any]) -> dict[str, str]:
-    variables = {name: str(value) for name, value in table.get("env", {}).items()}
-    for name, value in variables.items():
-        if "${" in value:
-            raise Unsupported(f"env {name} = {value!r} would come from this machine's environment")
-    return variables
-
-
-def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
-    """Return a size: `memory_mb = 512`, or in older files `memory = "1G"`."""
-    value = environment.get(f"{name}_mb", environment.get(name))
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"([0-9.]+)([KMG])B?", value.strip().upper())
-    if match is None:
-        raise Unsupported(f"[environment] {name} = {value!r} is no size")
-    return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
-
-
-def _without_canary(text: str) -> str:
-    """Return an instruction without the marks at its beginning that keep it out of data sets."""
-    mark = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+\s*", re.I)
-    return mark.sub("", text)
-
-
-# --- computers ---
+    assert task.instruction is not None
+    task.megabytes("memory")
+    task.megabytes("storage")
+    return task
 
 
 class Runtime:
-    """Where tasks are done: confined processes, or containers of an engine."""
+    """Where tasks are done: confined machines, or containers of an engine."""
 
     def __init__(self, name: str):
-        """Read the tasks.
-
-        Args:
-            name: DIR, or local:DIR.
+        """Read the tasks of DIR, or local:DIR.
 
         Raises:
             InputError: if there is no task.
             MachineError: if this machine has no such runtime.
         """
-        where = f"--environment harbor:{name}"
-        self.is_local = name.startswith(LOCAL)
-        self.tasks = read_tasks(Path(name.removeprefix(LOCAL)).expanduser())
+        self.is_local = name.startswith("local:")
+        self.tasks = read_tasks(Path(name.removeprefix("local:")).expanduser())
         self.engine = ""
-        if not self.is_local:
-            self.engine = computers.find_engine(where)
-        elif reason := sandbox.refusal():
-            raise MachineError(
-                "this machine cannot confine processes",
-                where=where,
-                why=reason,
-                fix="allow user namespaces, or use containers: harbor:DIR",
-            )
+        if self.is_local:
+            sandbox.require()
+        else:
+            self.engine = computers.find_engine(f"--environment harbor:{name}")
 
     def task(self, name: str) -> HarborTask:
         """Return a task. Raises Unsupported if there is none, or it cannot be done."""
@@ -232,56 +201,54 @@ class Runtime:
             Unsupported: if the task asks for what it cannot do.
             Lost: if it does not start.
         """
-        if not self.is_local:
-            image = task.image or _tag(task)
-            if not task.image and not computers.has_image(self.engine, image):
+        workdir = task.environment.get("workdir") or ""
+        memory_mb, disk_mb = task.megabytes("memory"), task.megabytes("storage")
+        if self.is_local:
+            if task.environment.get("docker_image"):
+                raise Unsupported(f"the image {task.image} needs a container runtime")
+            if {task.agent.get("user"), task.verifier.get("user")} - {None, "root", 0}:
+                raise Unsupported("a confined machine has no other users")
+            computer = LocalComputer(
+                task.folder / "environment",
+                workdir,
+                min(memory_mb or MAX_LOCAL_MB, MAX_LOCAL_MB),
+                min(disk_mb or MAX_LOCAL_MB, MAX_LOCAL_MB),
+                seconds=float(task.environment.get("build_timeout_sec", SECONDS)),
+            )
+        else:
+            if not computers.has_image(self.engine, task.image) and "tpu-rl-" in task.image:
                 raise Unsupported(f"its image is not built: {COMMAND} DIR --to rows.jsonl")
-            options = computers.limits_of(task.cpus, task.memory_mb, task.has_network)
-            return _with_logs(computers.Container(self.engine, image, options, task.workdir))
-        if task.image:
-            raise Unsupported(f"the image {task.image} needs a container runtime")
-        if {task.agent_user, task.verifier_user} - {"", "root", "0"}:
-            raise Unsupported("a confined machine has no other users")
-        memory_mb = min(task.memory_mb or MAX_LOCAL_MB, MAX_LOCAL_MB)
-        disk_mb = min(task.storage_mb or MAX_LOCAL_MB, MAX_LOCAL_MB)
-        context = task.folder / "environment"
-        workdir, seconds = task.workdir, task.build_seconds
-        return _with_logs(computers.LocalComputer(context, workdir, memory_mb, disk_mb, seconds))
+            cpus = task.environment.get("cpus")
+            options = [] if task.has_network else ["--network", "none"]
+            options += ["--cpus", f"{cpus:g}"] if cpus else []
+            options += ["--memory", f"{memory_mb}m"] if memory_mb else []
+            computer = Container(self.engine, task.image, options, workdir)
+        _make_logs(computer)
+        return computer
 
 
-def _with_logs(computer: Computer) -> Computer:
+def _make_logs(computer: Computer) -> None:
     folders = f"/logs/agent /logs/artifacts {REWARDS}"
     computer.run(f"mkdir -p {folders}; chmod 777 {folders}", seconds=FILE_SECONDS, user="root")
-    return computer
-
-
-def _tag(task: HarborTask) -> str:
-    """Return the tag of a task's image, which has a digest of its files."""
-    digest = hashlib.sha256()
-    for path in sorted((task.folder / "environment").rglob("*")):
-        content = path.read_bytes() if path.is_file() else b""
-        digest.update(f"{path.relative_to(task.folder)}\0{len(content)}\0".encode() + content)
-    return computers.tag_of(task.name, digest.hexdigest())
 
 
 def verify(task: HarborTask, computer: Computer, seconds: float) -> float:
-    """Run the tests, and return the reward.
-
-    Raises:
-        Fault: if they end with none.
-    """
+    """Run the tests, and return the reward. Raises Fault if they end with none."""
     # What the model left there is none of the tests, nor their verdict.
     computer.run(f"rm -rf /tests {REWARDS}", seconds=FILE_SECONDS, user="root")
-    _with_logs(computer)
-    computer.put(computers.packed(task.folder / "tests"), "/tests")
+    _make_logs(computer)
+    computer.put(task.folder / "tests", "/tests")
     log = f"{REWARDS}/test-stdout.txt"
-    command = f"chmod +x /tests/test.sh; /tests/test.sh > {log} 2>&1"
-    env = {**task.env, **task.verifier_env}
-    done = computer.run(command, seconds=seconds, env=env, user=task.verifier_user)
+    done = computer.run(
+        f"chmod +x /tests/test.sh; /tests/test.sh > {log} 2>&1",
+        seconds=seconds,
+        env=task.env(task.verifier),
+        user=str(task.verifier.get("user") or ""),
+    )
     if done.is_late:
         raise Fault(
-            f"the tests of {task.name} do not end within {seconds:g} s: the task allows "
-            f"{task.verifier_seconds:g} s, --environment-limits.call-seconds must be above it"
+            f"the tests of {task.name} do not end within {seconds:g} s, the smaller of the task's "
+            "timeout_sec and --environment-limits.call-seconds"
         )
     for file in ("reward.json", "reward.txt"):
         read = computer.run(f"cat {REWARDS}/{file}", seconds=FILE_SECONDS, user="root")
@@ -295,7 +262,7 @@ def _reward(text: str, file: str, name: str) -> float:
     try:
         value = json.loads(text) if file.endswith("json") else float(text)
     except ValueError:
-        raise Fault(f"{file} of {name} is no reward: {text[:80]!r}") from None
+        value = None
     if isinstance(value, dict):
         value = value.get("reward", next(iter(value.values())) if len(value) == 1 else None)
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -314,9 +281,7 @@ def factory(name: str) -> Factory:
         MachineError: if this machine has no runtime for them.
     """
     runtime = Runtime(name)
-    reasons = [
-        f"{task}: {reason}" for task, reason in runtime.tasks.items() if isinstance(reason, str)
-    ]
+    reasons = [f"{name}: {why}" for name, why in runtime.tasks.items() if isinstance(why, str)]
     if len(reasons) == len(runtime.tasks):
         raise InputError(
             "no task of the folder can be done",
@@ -342,7 +307,7 @@ class Harbor:
         with _faults():
             self._task = self._runtime.task(harbor_task)
             self._computer = self._runtime.start(self._task)
-        self._left = self._task.agent_seconds
+        self._left = float(self._task.agent.get("timeout_sec") or SECONDS)
 
     def bash(self, command: str) -> str:
         """Run a command in a shell, and return what it prints. Files are kept, variables are not.
@@ -355,12 +320,13 @@ class Harbor:
             return "(the time for this task is over)"
         seconds = min(self._left, self._most_seconds)
         begun = time.monotonic()
+        user = str(self._task.agent.get("user") or "")
         with _faults():
-            done = self._computer.run(
-                command, seconds=seconds, env=self._task.env, user=self._task.agent_user
-            )
+            done = self._computer.run(command, seconds=seconds, env=self._task.env(), user=user)
         self._left -= time.monotonic() - begun
-        text = _shortened(done.printed.rstrip("\n"))
+        text = done.printed.rstrip("\n")
+        if len(text) > MAX_CHARACTERS:
+            text = f"{text[: MAX_CHARACTERS // 2]}\n...\n{text[-MAX_CHARACTERS // 2 :]}"
         if done.is_late:
             text += f"\n(stopped after {seconds:g} s)"
         elif done.code:
@@ -370,10 +336,10 @@ class Harbor:
     def get_reward(self) -> float:
         """Return the reward that the tests write, and end the computer."""
         assert self._computer is not None
-        seconds = min(self._task.verifier_seconds, self._most_seconds)
+        most = float(self._task.verifier.get("timeout_sec", SECONDS))
         try:
             with _faults():
-                return verify(self._task, self._computer, seconds)
+                return verify(self._task, self._computer, min(most, self._most_seconds))
         finally:
             self._end()
 
@@ -392,54 +358,35 @@ def _faults() -> Iterator[None]:
         raise Fault(str(error)) from None
 
 
-def _shortened(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n...\n{text[-half:]}"
-
-
 # --- rows ---
 
 
-def rewards_of(runtime: Runtime, task: HarborTask) -> tuple[float, float | None]:
-    """Return the rewards of an untouched computer, and of the task's own solution if it has one.
+def reward_of(runtime: Runtime, task: HarborTask, is_solved: bool) -> float:
+    """Return the reward of an untouched computer, or of the task's own solution.
 
     Raises:
         Unsupported: if the task cannot be done here.
         Lost: if a computer does not start, or ends.
         Fault: if the tests write no reward.
     """
-    if not runtime.is_local and not task.image:
-        context = task.folder / "environment"
-        computers.build_image(runtime.engine, context, _tag(task), task.build_seconds)
-    rewards: list[float | None] = []
-    for is_solved in (False, True):
-        if is_solved and not (task.folder / "solution" / "solve.sh").is_file():
-            return rewards[0] or 0.0, None
-        computer = runtime.start(task)
-        try:
-            if is_solved:
-                computer.put(computers.packed(task.folder / "solution"), "/solution")
-                env = {**task.env, **task.solution_env}
-                command = "chmod +x /solution/solve.sh; /solution/solve.sh"
-                computer.run(command, seconds=task.agent_seconds, env=env, user=task.agent_user)
-            rewards.append(verify(task, computer, task.verifier_seconds))
-        finally:
-            computer.close()
-    return rewards[0] or 0.0, rewards[1]
+    computer = runtime.start(task)
+    try:
+        if is_solved:
+            computer.put(task.folder / "solution", "/solution")
+            command = "chmod +x /solution/solve.sh; /solution/solve.sh"
+            seconds = float(task.agent.get("timeout_sec") or SECONDS)
+            computer.run(command, seconds=seconds, env=task.env(task.solution))
+        return verify(task, computer, float(task.verifier.get("timeout_sec", SECONDS)))
+    finally:
+        computer.close()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Try the tasks of a folder, and write the rows of those that work. Return the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description="Rows of tasks in Harbor's layout.")
-    parser.add_argument("tasks", help="DIR for containers, or local:DIR for confined processes")
+    parser.add_argument("tasks", help="DIR for containers, or local:DIR for confined machines")
     parser.add_argument("--to", type=Path, help="the file of rows to write")
-    parser.add_argument(
-        "--unproven",
-        action="store_true",
-        help="also take tasks without a solution, whose tests may give 0 to everything",
-    )
+    parser.add_argument("--unproven", action="store_true", help="also tasks without a solution")
     options = parser.parse_args(arguments)
     try:
         runtime = Runtime(options.tasks)
@@ -448,20 +395,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     rows = []
     for name in runtime.tasks:
+        solved: float | None = None
         try:
             task = runtime.task(name)
-            untouched, solved = rewards_of(runtime, task)
+            if runtime.engine and not task.environment.get("docker_image"):
+                seconds = float(task.environment.get("build_timeout_sec", SECONDS))
+                context = task.folder / "environment"
+                computers.build_image(runtime.engine, context, task.image, seconds)
+            untouched = reward_of(runtime, task, is_solved=False)
+            if (task.folder / "solution" / "solve.sh").is_file():
+                solved = reward_of(runtime, task, is_solved=True)
         except (Unsupported, Lost, Fault) as error:
             print(f"{name}: left out: {str(error).removeprefix(f'{name}: ')}")
             continue
-        is_proven = solved is not None and solved > untouched
-        if not is_proven and not (solved is None and options.unproven):
-            why = "it has no solution" if solved is None else f"its solution earns {solved:g}"
-            print(f"{name}: left out: {why}, an untouched computer {untouched:g}")
-            continue
-        print(f"{name}: {untouched:g} untouched, {'?' if solved is None else f'{solved:g}'} solved")
-        prompt = [{"role": "user", "content": task.instruction}]
-        rows.append({"prompt": prompt, "harbor_task": name})
+        is_taken = options.unproven if solved is None else solved > untouched
+        of_solution = "it has no solution" if solved is None else f"its solution earns {solved:g}"
+        verdict = "taken" if is_taken else "left out"
+        print(f"{name}: {verdict}: {of_solution}, an untouched computer {untouched:g}")
+        if is_taken:
+            prompt = [{"role": "user", "content": task.instruction}]
+            rows.append({"prompt": prompt, "harbor_task": name})
     if options.to is not None and rows:
         options.to.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} of {len(runtime.tasks)} tasks" + (f": {options.to}" if options.to else ""))
