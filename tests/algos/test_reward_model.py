@@ -16,6 +16,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.evaluation import reward_accuracy
 from tpu_rl.losses import preference, reward_score
 from tpu_rl.proofs import tiny
+from tpu_rl.rewards import registry
 from tpu_rl.rewards.reward_model import ScoreReadout
 from tpu_rl.tasks import arithmetic
 from tpu_rl.train import packing, update_step
@@ -562,7 +563,7 @@ def test_a_process_models_score_is_its_weakest_step(tokenizer, tmp_path):
         expected.append(log_sigmoid(logits[ends]).min())
     np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
     # The segments of `dense` end behind the semicolons and add up to the score.
-    dense = rewards.registry.resolve(f"dense(of={tmp_path / 'model'})")
+    dense = registry.resolve(f"dense(of={tmp_path / 'model'})")
     texts = [row["completion"] for row in PAIR]
     parts = dense([row["prompt"] for row in PAIR], texts)
     for text, row_parts, score in zip(texts, parts, expected, strict=True):
@@ -578,12 +579,12 @@ def test_a_classifier_without_reward_json_is_read_at_the_last_token(tokenizer, t
     expected = float(models.apply(model, params, jnp.array([ids]))[0, -1, 0])
     assert ask(tmp_path / "model")[0] == pytest.approx(expected, abs=1e-5)
     # Its change from part to part; where parts end must be said.
-    dense = rewards.registry.resolve(f"dense(of={tmp_path / 'model'}, separator=;)")
+    dense = registry.resolve(f"dense(of={tmp_path / 'model'}, separator=;)")
     ((_, _, parts),) = [zip(*row, strict=True) for row in dense(["3+4*2="], ["4*2=8;3+8=11;#11"])]
     assert len(parts := list(parts)) == 3
     assert sum(parts) == pytest.approx(expected, abs=1e-5)
     with pytest.raises(InputError, match="where the parts of a completion end"):
-        rewards.registry.resolve(f"dense(of={tmp_path / 'model'})")
+        registry.resolve(f"dense(of={tmp_path / 'model'})")
 
 
 @pytest.mark.slow
@@ -619,7 +620,7 @@ def test_the_log_ratio_of_two_models_is_a_reward_of_each_token(tokenizer, tmp_pa
     both = [model.init(jax.random.key(seed)) for seed in (0, 1)]
     for name, params in zip(("first", "second"), both, strict=True):
         models.save(tmp_path / name, model, params, tokenizer)
-    reward = rewards.registry.resolve(
+    reward = registry.resolve(
         f"implicit(model={tmp_path / 'first'}, reference={tmp_path / 'second'}, beta=0.5)"
     )
     prompt, text = PAIR[0]["prompt"], PAIR[0]["completion"]
@@ -636,9 +637,54 @@ def test_the_log_ratio_of_two_models_is_a_reward_of_each_token(tokenizer, tmp_pa
     assert [end for _, end, _ in parts] == ends
     saved(tmp_path / "head", 1, tokenizer)
     with pytest.raises(InputError, match="not a language model"):
-        rewards.registry.resolve(
+        registry.resolve(
             f"implicit(model={tmp_path / 'head'}, reference={tmp_path / 'second'})"
         )
+
+
+@pytest.mark.slow
+def test_the_log_ratio_of_models_with_other_tokenizers_is_that_of_the_text(tokenizer, tmp_path):
+    """A teacher of whole words of digits, and a reference of characters."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    described = {"model_type": "llama", "num_attention_heads": 2} | sizes
+    of_pairs = pairs_of_digits(tmp_path / "pairs")
+    log_probs = []
+    text, prompt = "12*34=408;#408", "12*34="
+    for name, own, seed in (("teacher", of_pairs, 0), ("start", tokenizer, 1)):
+        model = models.from_config(described | {"vocab_size": own.vocab_size})
+        params = model.init(jax.random.key(seed))
+        models.save(tmp_path / name, model, params, own)
+        ids = [*own.encode_prompt(prompt), *own.encode(text), own.eos_ids[0]]
+        whole = jax.nn.log_softmax(models.apply(model, params, jnp.array([ids])))[0]
+        count = len(own.encode(text)) + 1
+        chosen = whole[jnp.arange(len(ids) - 1), jnp.array(ids[1:])]
+        log_probs.append(np.asarray(chosen[-count:]))
+    assert len(log_probs[0]) < len(log_probs[1])
+    reward = registry.resolve(
+        f"implicit(model={tmp_path / 'teacher'}, reference={tmp_path / 'start'}, beta=0.5)"
+    )
+    (parts,) = reward([prompt], [text])
+    # "12" and "1", "2" end at the same place: there is the log-ratio of the text so far.
+    so_far = sum(value for _, end, value in parts if end <= 2)
+    expected = 0.5 * (log_probs[0][0] - log_probs[1][:2].sum())
+    np.testing.assert_allclose(so_far, expected, atol=1e-5)
+    total = 0.5 * (log_probs[0].sum() - log_probs[1].sum())
+    np.testing.assert_allclose(sum(value for *_, value in parts), total, atol=1e-4)
+
+
+def pairs_of_digits(folder):
+    """Return a tokenizer that reads two digits as one token."""
+    import tokenizers as fast
+    from transformers import PreTrainedTokenizerFast
+
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    pairs = [f"{a}{b}" for a in range(10) for b in range(10)]
+    words = {token: i for i, token in enumerate([*names.values(), *pairs, *arithmetic.ALPHABET])}
+    backend = fast.Tokenizer(fast.models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = fast.pre_tokenizers.Split(fast.Regex(r"\d\d|[\s\S]"), "isolated")
+    backend.decoder = fast.decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
+    return tokenizers.load(folder)
 
 
 def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tpu_rl.tokenizers.conversations import Message as Message
     from tpu_rl.tokenizers.conversations import Tools as Tools
     from tpu_rl.tokenizers.hugging_face import characters as characters
+    from tpu_rl.tokenizers.loading import has_same_tokens as has_same_tokens
     from tpu_rl.tokenizers.loading import load as load
     from tpu_rl.tokenizers.loading import require_same_tokens as require_same_tokens
     from tpu_rl.tokenizers.settings import ChatConfig as ChatConfig

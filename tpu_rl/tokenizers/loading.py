@@ -91,6 +91,18 @@ def _hub_directory(name: str) -> Path:
         ) from error
 
 
+def has_same_tokens(tokenizer: Tokenizer, directory: Path) -> bool:
+    """Return True if a directory has the token ids of a tokenizer, or none of its own."""
+    files = ("tokenizer.json", "tokenizer.model")
+    if not any((directory / file).exists() for file in files):
+        return True
+    other = load(directory)
+    printable = "".join(map(chr, range(32, 127)))
+    same_vocabulary = other.control == tokenizer.control
+    same_vocabulary &= other.vocab_size == tokenizer.vocab_size
+    return same_vocabulary and other.encode(printable) == tokenizer.encode(printable)
+
+
 def require_same_tokens(tokenizer: Tokenizer, directory: Path, role: str) -> None:
     """Check that a model directory reads the same token ids as the run.
 
@@ -102,18 +114,11 @@ def require_same_tokens(tokenizer: Tokenizer, directory: Path, role: str) -> Non
     Raises:
         InputError: if the directory has another tokenizer.
     """
-    files = ("tokenizer.json", "tokenizer.model")
-    if not any((directory / file).exists() for file in files):
-        return
-    other = load(directory)
-    printable = "".join(map(chr, range(32, 127)))
-    same_vocabulary = other.control == tokenizer.control
-    same_vocabulary &= other.vocab_size == tokenizer.vocab_size
-    if not same_vocabulary or other.encode(printable) != tokenizer.encode(printable):
+    if not has_same_tokens(tokenizer, directory):
         raise InputError(
             f"the model of role {role!r} has another tokenizer than the run's",
             where=str(directory),
-            why=f"{other.vocab_size} tokens against {tokenizer.vocab_size}: "
+            why=f"{load(directory).vocab_size} tokens against {tokenizer.vocab_size}: "
             "all models of a run read the same token ids",
             fix="use a model of the same tokenizer",
         )

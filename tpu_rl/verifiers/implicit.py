@@ -2,11 +2,15 @@
 
     r_t = beta [log model(y_t | x, y_<t) - log reference(y_t | x, y_<t)]
 
+The two may have other tokenizers. Then each log-prob belongs to the characters of its own token,
+and the sum up to a place where tokens of both end is the log-ratio of the text up to there. With
+the model that a run starts from as the reference, and beta as its --algorithm.kl-reward-coef, the
+run minimizes beta KL(policy || model): distillation from a teacher with another tokenizer.
+
 With a model that DPO trained from the reference, r is the reward that DPO learned, token by token
 (RTO, arXiv 2404.18922): PPO with `implicit` beside a reward of the whole answer is RTO. With one
 that learned which answers are right, sums of r up to a token are values of the prefix (implicit
-process rewards, arXiv 2412.01981). Both are models of any tokenizer; log-probs are at temperature
-1.
+process rewards, arXiv 2412.01981). Log-probs are at temperature 1.
 
 Deviation: RTO adds r to the KL penalty of its policy; here that is --algorithm.kl-reward-coef.
 """
@@ -18,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tpu_rl import models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
@@ -27,6 +32,7 @@ from tpu_rl.losses import reward_score
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.reward_model import RewardModel
+from tpu_rl.runtime.segments import Segment
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, PackedRows, Params, Role
 
@@ -35,7 +41,7 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
     """Return the reward function of two directories of language models, or run folders.
 
     Raises:
-        InputError: if a model is missing, is a reward model, or the two have other tokens.
+        InputError: if a model is missing, or is a reward model.
     """
     mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
     directories = [reward_model.directory_of(given) for given in (path, reference)]
@@ -49,35 +55,71 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
                 why="the reward is a ratio of probabilities of tokens",
                 fix="give a model that writes text; for a reward model use its folder as --reward",
             )
-    tokenizer = tokenizers.load(models.tokenizer_directory(directories[0]))
-    tokenizers.require_same_tokens(tokenizer, directories[1], "the reference of implicit(...)")
     roles = [models.role(model, lambda params: params) for model, _ in loaded]
-
-    @jax.jit
-    def shares(params: Sequence[Params], tokens: Array, mask: Array, ends: Array) -> Array:
-        del ends
-        return log_ratios(roles, params, tokens, mask, beta)
-
-    both = tuple(params for _, params in loaded)
-    whole = RewardModel(shares, shares, ScoreReadout(), both, tokenizer, mesh)
+    params = [own for _, own in loaded]
+    folders = [models.tokenizer_directory(directory) for directory in directories]
+    tokenizer = tokenizers.load(folders[0])
+    if tokenizers.has_same_tokens(tokenizer, folders[1]):
+        parts = [_Part(roles, params, (beta, -beta), tokenizer, mesh)]
+    else:
+        parts = [
+            _Part(roles[:1], params[:1], (beta,), tokenizer, mesh),
+            _Part(roles[1:], params[1:], (-beta,), tokenizers.load(folders[1]), mesh),
+        ]
 
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
-        tokens, mask = reward_model.encode(whole, prompts, completions, columns)
-        with jax.set_mesh(mesh):
-            values = reward_model.score_rows(shares, both, tokens, mask, ends=mask)
-        rows = zip(tokens, mask, values, map(text_of, completions), strict=True)
+        of_parts = [part.segments(prompts, completions, columns) for part in parts]
+        # A row that is too long for one of the tokenizers has no reward.
         return [
-            reward_model.segments_of_row(ids, actions, actions, of_row, text, tokenizer.decode)
-            for ids, actions, of_row, text in rows
+            None if None in of_row else [one for segments in of_row for one in segments]
+            for of_row in zip(*of_parts, strict=True)
         ]
 
     return reward
 
 
-def log_ratios(
-    roles: Sequence[Role], params: Sequence[Params], tokens: Array, mask: Array, beta: float
+class _Part:
+    """Weighted log-probs of models with one tokenizer."""
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        params: Sequence[Params],
+        weights: Sequence[float],
+        tokenizer: tokenizers.Tokenizer,
+        mesh: Mesh,
+    ):
+        @jax.jit
+        def shares(params: Sequence[Params], tokens: Array, mask: Array, ends: Array) -> Array:
+            del ends
+            return weighted_log_probs(roles, params, weights, tokens, mask)
+
+        self._model = RewardModel(shares, shares, ScoreReadout(), tuple(params), tokenizer, mesh)
+
+    def segments(
+        self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
+    ) -> list[list[Segment] | None]:
+        """Return the segments of each completion: one for each token."""
+        model = self._model
+        decode = model.tokenizer.decode
+        tokens, mask = reward_model.encode(model, prompts, completions, columns)
+        with jax.set_mesh(model.mesh):
+            values = reward_model.score_rows(model.shares, model.params, tokens, mask, ends=mask)
+        rows = zip(tokens, mask, values, map(text_of, completions), strict=True)
+        return [
+            reward_model.segments_of_row(ids, actions, actions, of_row, text, decode)
+            for ids, actions, of_row, text in rows
+        ]
+
+
+def weighted_log_probs(
+    roles: Sequence[Role],
+    params: Sequence[Params],
+    weights: Sequence[float],
+    tokens: Array,
+    mask: Array,
 ) -> Array:
-    """Return beta [log first - log second] of each action, 0 elsewhere, [B, T]."""
+    """Return sum_i weight_i log-prob_i of each action, 0 elsewhere, [B, T]."""
     columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     last = jnp.argmax(reward_score.last_actions(mask), axis=1)[:, None]
     rows = PackedRows(
@@ -88,7 +130,8 @@ def log_ratios(
         sequence_ids=mask.astype(jnp.int32),
         previous=jnp.maximum(columns - 1, 0),
     )
-    first, second = (
-        token_log_probs(role, own, rows).log_probs for role, own in zip(roles, params, strict=True)
+    total = sum(
+        weight * token_log_probs(role, own, rows).log_probs
+        for role, own, weight in zip(roles, params, weights, strict=True)
     )
-    return jnp.where(mask, beta * (first - second), 0.0)
+    return jnp.where(mask, total, 0.0)

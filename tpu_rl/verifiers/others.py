@@ -180,7 +180,9 @@ def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:
 
     `implicit(model=DPO_RUN, reference=ITS_START)` gives PPO the dense reward of RTO (arXiv
     2404.18922); a model that learned right from wrong answers gives implicit process rewards (arXiv
-    2412.01981). Finding the characters of tokens takes longer the longer answers are.
+    2412.01981). With a teacher of any tokenizer as the model, the run's start as the reference and
+    beta as --algorithm.kl-reward-coef, a run is distilled from that teacher. Finding the characters
+    of tokens takes longer the longer answers are.
     """
     composed.require(beta > 0, "implicit(beta=)", "use a number above 0")
     if not (model and reference):
