@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_rl import models, tokenizers
+from tpu_rl import models, rewards, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
@@ -32,7 +32,6 @@ from tpu_rl.losses import reward_score
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.reward_model import RewardModel
-from tpu_rl.runtime.segments import Segment
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, PackedRows, Params, Role
 
@@ -98,7 +97,7 @@ class _Part:
 
     def segments(
         self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
-    ) -> list[list[Segment] | None]:
+    ) -> list[list[rewards.Segment] | None]:
         """Return the segments of each completion: one for each token."""
         model = self._model
         decode = model.tokenizer.decode
