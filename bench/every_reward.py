@@ -597,10 +597,9 @@ def summarize(lines: list[dict[str, Any]]) -> str:
         f"SFT took {np.mean(seconds['start']):.0f} s and GRPO {np.mean(seconds['grpo']):.0f} s in "
         "the mean, in one process that compiles once."
     )
+    measured = [task for task in TASKS if (task.name, "coin", SEEDS[0]) in results]
     examples = []
-    for task in TASKS:
-        if (task.name, "coin", SEEDS[0]) not in results:
-            continue
+    for task in measured:
         example = task.make(random.Random(task.name))
         examples.append([f"`{task.name}`", code(example.prompt), code(example.right)])
         examples[-1].append(", ".join(map(code, example.faults)))
@@ -609,7 +608,7 @@ def summarize(lines: list[dict[str, Any]]) -> str:
         f"python launch/run.py {flags.format(**places)} --seed SEED"
         for flags in (SFT, f"{GRPO} --reward REWARD")
     ]
-    given = ", ".join(f"`{task.reward}`" for task in TASKS)
+    terms = ", ".join(f"`{task.reward}`" for task in measured)
     return "\n".join(
         [
             head,
@@ -617,7 +616,7 @@ def summarize(lines: list[dict[str, Any]]) -> str:
             "## A row of each task\n",
             markdown.table(["reward", "prompt", "right", "faults"], examples),
             "\n## Commands\n\nTASK is a name of the table, SEED is 0, 1 or 2, and REWARD is"
-            f" that of the task: {given.format(to='runs/every_reward')}. The coin's runs have"
+            f" that of the task: {terms.format(to='runs/every_reward')}. The coin's runs have"
             " `--reward coin`, and the task's reward with a weight of 0.\n",
             "```\n" + "\n".join(shown) + "\n```\n",
             *further(lines, "runs/every_reward"),
