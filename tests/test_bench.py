@@ -40,3 +40,16 @@ def test_methods_of_each_kind_take_a_step(tmp_path):
     assert ended.returncode == 0, ended.stderr[-2000:]
     lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 + len(methods)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_rewards_of_both_kinds_take_a_step(tmp_path):
+    """`every_reward.py --small`: a start, GRPO, a coin, and the further arms of the task action."""
+    script = BENCH / "every_reward.py"
+    names = ["box_iou", "action"]
+    command = [sys.executable, str(script), "--small", "--to", str(tmp_path), "--only", *names]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 6 + 4
