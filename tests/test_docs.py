@@ -29,7 +29,7 @@ FOLDERS = "tests|tpu_rl|launch|bench|research|docs|recipes"
 
 PROGRAMS = (
     *("tpu_rl/commands", "tpu_rl/algos", "tpu_rl/losses"),
-    *("bench", "research", "recipes", "tests/frozen", "tpu_rl/tasks/adapters"),
+    *("bench", "research", "recipes", "tests/frozen"),
 )
 """Folders whose dataclasses and argument parsers declare flags."""
 

@@ -99,8 +99,9 @@ def repository(rng: random.Random) -> Row:
     ]
     expressions = {name: FUNCTIONS[name][1] for name in names} | {broken: rng.choice(wrong)}
     hidden = [call(name, pair) for name in names for pair in ((7, 3), (4, 9), (6, 6))]
+    listed = ", ".join(" ".join((file, *files[file])) for file in files)
     row: Row = {
-        "prompt": f"repair {', '.join(map(' '.join, ((file, *files[file]) for file in files)))}\n$ ",
+        "prompt": f"repair {listed}\n$ ",
         "files": {
             f"{file}.py": text_of({name: expressions[name] for name in inside})
             for file, inside in files.items()

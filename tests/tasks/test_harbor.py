@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes import harbor_rows
 from tests.fixtures import sandboxes
 from tpu_rl import sandbox
 from tpu_rl.environments import contract, named
@@ -178,7 +179,7 @@ def test_rows_are_those_of_tasks_whose_solution_earns_more(tmp_path, capsys):
     write_task(tmp_path / "always", test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
     write_task(tmp_path / "windows", SETTINGS + 'os = "windows"\n')
     file = tmp_path / "rows.jsonl"
-    assert harbor.main([f"local:{tmp_path}", "--to", str(file)]) == 0
+    assert harbor_rows.main([f"local:{tmp_path}", "--to", str(file)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "always: left out: its solution earns 1, an untouched computer 1",
         "good: taken: its solution earns 1, an untouched computer 0",
@@ -283,7 +284,7 @@ def test_a_container_builds_runs_and_judges(docker, tmp_path, capsys):
     write_task(tasks / "t", SETTINGS + '[environment.env]\nGREETING = "hello there"\n')
     with pytest.raises(Fault, match="its image is not built"):
         played(tasks, "t", [])
-    assert harbor.main([str(tasks)]) == 0
+    assert harbor_rows.main([str(tasks)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "t: taken: its solution earns 1, an untouched computer 0",
         "1 of 1 tasks",

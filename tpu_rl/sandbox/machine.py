@@ -15,7 +15,7 @@ import struct
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tpu_rl.sandbox.processes import Running, SandboxLimits, code_of
 
@@ -93,31 +93,26 @@ class Machine:
         Raises:
             Lost: if the machine has ended.
         """
-        variables = {**ENVIRONMENT, **(env or {})}
-        request = {"command": command, "stdin": stdin, "cwd": cwd, "env": variables}
-        request |= {"seconds": float(seconds), "max_bytes": MAX_OUTPUT_BYTES}
+        request = {"command": command, "stdin": stdin, "cwd": cwd, "seconds": float(seconds)}
+        request |= {"env": {**ENVIRONMENT, **(env or {})}, "max_bytes": MAX_OUTPUT_BYTES}
         data = marshal.dumps(request)
+        deadline = time.monotonic() + seconds + GRACE_SECONDS
+        reply = b""
         try:
             view = memoryview(struct.pack("<I", len(data)) + data)
             while view:
                 view = view[self._to.write(view) :]
-            reply = self._reply(time.monotonic() + seconds + GRACE_SECONDS)
+            while not reply.endswith(b"\n"):
+                left = max(deadline - time.monotonic(), 0)
+                is_there = select.select([self._answers], [], [], left)[0]
+                part = self._answers.read(1 << 16) if is_there else b""
+                if not part:
+                    raise OSError("no answer")
+                reply += part
         except (OSError, ValueError) as error:
+            self.close()
             raise Lost(f"the confined machine has ended: {error}") from None
-        return Done(**reply)
-
-    def _reply(self, deadline: float) -> dict[str, Any]:
-        line = b""
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                self.close()
-                raise Lost("the confined machine does not answer")
-            data = self._answers.read(1 << 16)
-            if not data:
-                raise Lost("the confined machine has ended")
-            line += data
-        return json.loads(line)
+        return Done(**json.loads(reply))
 
     def close(self) -> None:
         """End all its processes."""

@@ -5,22 +5,17 @@ tests/test.sh, which writes /logs/verifier/reward.json or reward.txt (harbor 0.2
 the tool `bash`. A turn without a call ends the episode, and then the tests are copied and run. If
 they write no reward, or take too long, that is a fault of the episode.
 
-    python -m tpu_rl.tasks.adapters.harbor local:DIR --to rows.jsonl
-
-tries every task, and writes the rows of those whose own solution earns more than an untouched
-computer. For containers it builds the images.
+`recipes/harbor_rows.py` tries the tasks, builds the images, and writes rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
 import json
 import math
 import re
-import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -29,12 +24,12 @@ from typing import Any, NamedTuple
 
 from tpu_rl import sandbox
 from tpu_rl.environments.contract import Factory, Fault
-from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.errors import InputError
 from tpu_rl.sandbox import Lost
 from tpu_rl.tasks.adapters import computers
 from tpu_rl.tasks.adapters.computers import Container, LocalComputer, Unsupported
 
-COMMAND = "python -m tpu_rl.tasks.adapters.harbor"
+COMMAND = "python recipes/harbor_rows.py"
 REWARDS = "/logs/verifier"
 MAX_CHARACTERS = 4000
 """The longest observation; the middle of a longer one is left out."""
@@ -356,70 +351,3 @@ def _faults() -> Iterator[None]:
         yield
     except (Lost, Unsupported) as error:
         raise Fault(str(error)) from None
-
-
-# --- rows ---
-
-
-def reward_of(runtime: Runtime, task: HarborTask, is_solved: bool) -> float:
-    """Return the reward of an untouched computer, or of the task's own solution.
-
-    Raises:
-        Unsupported: if the task cannot be done here.
-        Lost: if a computer does not start, or ends.
-        Fault: if the tests write no reward.
-    """
-    computer = runtime.start(task)
-    try:
-        if is_solved:
-            computer.put(task.folder / "solution", "/solution")
-            command = "chmod +x /solution/solve.sh; /solution/solve.sh"
-            seconds = float(task.agent.get("timeout_sec") or SECONDS)
-            computer.run(command, seconds=seconds, env=task.env(task.solution))
-        return verify(task, computer, float(task.verifier.get("timeout_sec", SECONDS)))
-    finally:
-        computer.close()
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Try the tasks of a folder, and write the rows of those that work. Return the exit code."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Rows of tasks in Harbor's layout.")
-    parser.add_argument("tasks", help="DIR for containers, or local:DIR for confined machines")
-    parser.add_argument("--to", type=Path, help="the file of rows to write")
-    parser.add_argument("--unproven", action="store_true", help="also tasks without a solution")
-    options = parser.parse_args(arguments)
-    try:
-        runtime = Runtime(options.tasks)
-    except TpuRlError as error:
-        print(error, file=sys.stderr)
-        return 1
-    rows = []
-    for name in runtime.tasks:
-        solved: float | None = None
-        try:
-            task = runtime.task(name)
-            if runtime.engine and not task.environment.get("docker_image"):
-                seconds = float(task.environment.get("build_timeout_sec", SECONDS))
-                context = task.folder / "environment"
-                computers.build_image(runtime.engine, context, task.image, seconds)
-            untouched = reward_of(runtime, task, is_solved=False)
-            if (task.folder / "solution" / "solve.sh").is_file():
-                solved = reward_of(runtime, task, is_solved=True)
-        except (Unsupported, Lost, Fault) as error:
-            print(f"{name}: left out: {str(error).removeprefix(f'{name}: ')}")
-            continue
-        is_taken = options.unproven if solved is None else solved > untouched
-        of_solution = "it has no solution" if solved is None else f"its solution earns {solved:g}"
-        verdict = "taken" if is_taken else "left out"
-        print(f"{name}: {verdict}: {of_solution}, an untouched computer {untouched:g}")
-        if is_taken:
-            prompt = [{"role": "user", "content": task.instruction}]
-            rows.append({"prompt": prompt, "harbor_task": name})
-    if options.to is not None and rows:
-        options.to.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} of {len(runtime.tasks)} tasks" + (f": {options.to}" if options.to else ""))
-    return 0 if rows else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
