@@ -257,6 +257,11 @@ def test_an_unknown_method_names_the_nearest():
     assert "grpo" in error.value.fix
 
 
+def test_a_setting_of_another_library_is_no_preset():
+    with pytest.raises(InputError, match="data.train_files is a setting of verl, and no preset"):
+        config.preset("data.train_files=rows.parquet")
+
+
 def test_a_column_that_the_reward_needs_is_missed_before_the_run(checkpoint, tmp_path, capsys):
     given = command("rft", checkpoint, tmp_path)
     (tmp_path / "my_reward.py").write_text("def score(completions, truth):\n    return [0.0]\n")

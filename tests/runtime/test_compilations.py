@@ -38,17 +38,21 @@ def test_a_recompilation_is_told_with_the_axis_that_changed(update):
 @pytest.mark.slow
 def test_other_changes_are_told_too(update):
     told = []
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    layout = jax.NamedSharding(mesh, jax.P())
     with compilations.watch(told.append):
         update(jnp.ones(3), jnp.ones((1, 2, 3)))
         update(jnp.ones(4), jnp.ones((1, 2, 3)))
         update(jnp.ones(4), jnp.ones((1, 2, 3)), rate=jnp.ones(()))
         jax.clear_caches()
         update(jnp.ones(4), jnp.ones((1, 2, 3)))
+        update(*jax.device_put((jnp.ones(4), jnp.ones((1, 2, 3))), layout))
     causes = [line.partition(": ")[2] for line in told]
     assert causes == [
         "axis 0 of float32[4] 3 -> 4",
         "2 -> 1 arrays",
-        "the same shapes, other settings or places",
+        "the same shapes, with other settings of it, such as the temperature",
+        "the same shapes, which lie on other devices or are divided otherwise",
     ]
 
 

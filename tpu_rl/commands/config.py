@@ -663,6 +663,12 @@ def preset(name: str) -> ExperimentConfig:
     presets = _presets()
     if name not in presets:
         nearest = difflib.get_close_matches(name, presets, n=1, cutoff=0.0)
+        if "=" in name:
+            setting, library = name.partition("=")[0], flag_names.library_of(name)
+            raise InputError(
+                f"{setting} is a setting of {library}, and no preset",
+                fix=f"begin with one, such as grpo, sft or dpo, and {flag_names.OTHER_FILES}",
+            )
         raise InputError(
             f"unknown preset {name!r}",
             fix=f"did you mean {nearest[0]}? All: {', '.join(preset_names())}",

@@ -50,15 +50,23 @@ def watch(tell: Callable[[str], None] = print) -> Iterator[None]:
     # What would be logged without this context.
     usual_level = logger.getEffectiveLevel()
     known: dict[str, list[Sequence[Any]]] = {}
+    placed: set[tuple[str, ...]] = set()
 
     def observe(record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(MESSAGE) and isinstance(record.args, tuple):
             name, shapes = str(record.args[0]), record.args[1]
             if name in PROGRAMS and isinstance(shapes, (list, tuple)):
                 earlier = known.setdefault(name, [])
+                where = (name, str(shapes), str(record.args[2:]))
                 if earlier:
-                    tell(f"compiling {PROGRAMS[name].name} again: {cause(name, earlier, shapes)}")
+                    changes = cause(name, earlier, shapes) or (
+                        "the same shapes, with other settings of it, such as the temperature"
+                        if where in placed
+                        else "the same shapes, which lie on other devices or are divided otherwise"
+                    )
+                    tell(f"compiling {PROGRAMS[name].name} again: {changes}")
                 earlier.append(shapes)
+                placed.add(where)
         return record.levelno >= usual_level
 
     logger.addFilter(observe)
@@ -71,7 +79,8 @@ def watch(tell: Callable[[str], None] = print) -> Iterator[None]:
 
 
 def cause(name: str, earlier: Sequence[Sequence[Any]], shapes: Sequence[Any]) -> str:
-    """Describe the difference from the most similar arguments that the program was compiled for.
+    """Describe the difference from the most similar arguments that the program was compiled for;
+    empty if their shapes and types are the same.
 
     Args:
         name: a key of PROGRAMS.
@@ -102,4 +111,4 @@ def cause(name: str, earlier: Sequence[Sequence[Any]], shapes: Sequence[Any]) ->
             else:
                 others[f"axis {axis} of {new} {before} -> {after}"] = None
     lines = list(named or others)
-    return ", ".join(lines[:MAX_CHANGES]) or "the same shapes, other settings or places"
+    return ", ".join(lines[:MAX_CHANGES])
