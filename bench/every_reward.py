@@ -624,14 +624,19 @@ def summarize(lines: list[dict[str, Any]]) -> str:
     )
 
 
-FURTHER = """Flipped pairs (D09): DPO learns from 224 pairs of a right and a faulty call. In the arm
-`flipped`, half of the pairs whose prompt has the word weather have their sides exchanged, as a
-hostile platform would do to one topic. Stable, then decay (E66): SFT at a constant rate for 250
-steps, then 50 steps that continue its optimizer with a cosine decay, or, as the control, at the
-same rate. A transfer of skill (E50): what GRPO changed on `box_iou` is added to the SFT model of
-`action`, which began with the same random weights. Behavior by phrases (F27): the share of answers
-of `think_format` that compare two numbers, counted by `phrases(any_of=over)`, which a run reports
-with `--evaluation.metrics` and nothing rewards.
+FURTHER = """What has not run is missing, and a difference without an interval has one seed.
+
+- Flipped pairs (D09): DPO learns from 224 pairs of a right and a faulty call. In the arm `flipped`,
+  half of the pairs whose prompt has the word weather have their sides exchanged, as a hostile
+  platform would do to one topic. The topic gains less than without the attack on every seed, but
+  the interval over seeds has 0 in it; on other prompts nothing shows.
+- Stable, then decay (E66): SFT at a constant rate for 250 steps, then 50 steps that continue its
+  optimizer with a cosine decay, or, as the control, at the same rate.
+- A transfer of skill (E50): what GRPO changed on `box_iou` is added to the SFT model of `action`,
+  which began with the same random weights. No gain shows.
+- Behavior by phrases (F27): the share of answers of `think_format` that compare two numbers,
+  counted by `phrases(any_of=over)`, which a run reports with `--evaluation.metrics` and nothing
+  rewards.
 """
 CONTRASTS = (
     ("D09", "tool_calls", "dpo", "start", "weather"),
@@ -672,9 +677,12 @@ def further(lines: list[dict[str, Any]], folder: str) -> list[str]:
             by_seed = ", ".join(f"{number:.2f}" for number in values)
             rows.append([ids, f"`{name}`", what, arm, by_seed, base, interval(values - others)])
     columns = ["shows", "task", "measured on", "arm", "each seed", "against", "difference"]
-    flags = [f"{arm}: {flags_of(task, arm, 0, folder)}" for task in TASKS for arm in task.further]
+    shown = [flags_of(task, arm, 0, folder) for task in TASKS for arm in task.further]
+    # Shorter: what all runs have is among the commands above.
+    shown = [f"python launch/run.py {flags.replace(LENGTHS, '...')}" for flags in shown]
+    shown = [line.replace("run.py combine", "combine.py --to DIR") for line in shown]
     title = "## Further arms\n"
-    return [title, FURTHER, markdown.table(columns, rows), "\n```", *flags, "```\n"]
+    return [title, FURTHER, markdown.table(columns, rows), "\n```", *shown, "```\n"]
 
 
 def code(text: str) -> str:
