@@ -6,7 +6,7 @@ has the columns
 
     files          {path: text} of Python files, packages included
     tests          asserts that the model may run, each a text
-    hidden_tests   asserts of which all must hold in the end
+    hidden_tests   asserts of which all must hold in the end; without it --reward judges
 
 Both kinds of asserts call what the files define at their top level, and run in the sandbox. The
 hidden ones are in a process apart from the program (`tpu_rl.sandbox.unit_tests`).
@@ -69,11 +69,16 @@ class Repository(PlainState):
     def __init__(self):
         sandbox.require()
 
-    def reset(self, files: dict[str, str], tests: list[str], hidden_tests: list[str]) -> None:
+    def reset(
+        self,
+        files: dict[str, str],
+        tests: list[str] | None = None,
+        hidden_tests: list[str] | None = None,
+    ) -> None:
         """Begin with the files of a row."""
         self.files = dict(files)
-        self.tests = list(tests)
-        self._hidden_tests = list(hidden_tests)
+        self.tests = tests or []
+        self._hidden_tests = hidden_tests
 
     def list_files(self) -> str:
         """List the files of the repository."""
@@ -108,8 +113,10 @@ class Repository(PlainState):
         """Run the tests of the repository. The first that fails is shown."""
         return _failing(tuple(sorted(self.files.items())), tuple(self.tests))
 
-    def get_reward(self) -> float:
-        """Return 1 if all hidden tests hold, else 0."""
+    def get_reward(self) -> float | None:
+        """Return 1 if all hidden tests hold, else 0; None without any."""
+        if self._hidden_tests is None:
+            return None
         return _verdict(tuple(sorted(self.files.items())), tuple(self._hidden_tests))
 
 

@@ -31,6 +31,7 @@ WRITTEN = {
         for folder in ("guess_number_rows", "guess_lists_rows")
         for part in ("demonstrations", *PARTS)
     ),
+    *(f"runs/repository_rows/{name}.jsonl" for name in ("demonstrations", *PARTS)),
     *(f"runs/tool_calls_rows/calls_{part}.jsonl" for part in PARTS),
     "runs/arithmetic_tries.jsonl",
     "rows.jsonl",

@@ -54,6 +54,8 @@ def test_tools_list_read_edit_and_run_tests_over_packages():
     assert repository.edit_file("core.py", "a - b", "a + b") == "done"
     assert repository.run_tests() == PASS
     assert contract.reward(repository) == 1.0
+    contract.reset(repository, {"files": ROW["files"]}, 0)
+    assert contract.reward(repository) is None
 
 
 @sandboxes.confined

@@ -28,7 +28,10 @@ from tpu_rl.sandbox import Done, Lost, Machine
 ENGINES = ("docker", "podman")
 START_SECONDS = 50.0
 """Time for a container to start, below that of a reset."""
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 2.0
+"""Time beyond its own in which a command must end, below that of the pool's calls."""
+FILE_SECONDS = 10.0
+"""Time to make or read a small file, and for a container to end."""
 MAX_OUTPUT_BYTES = 1 << 16
 NO_EFFECT = ("CMD", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME")
 """Instructions of a Dockerfile that change nothing for commands on a confined machine."""
@@ -194,7 +197,7 @@ def build_image(engine: str, context: Path, tag: str, seconds: float) -> None:
 
 def has_image(engine: str, tag: str) -> bool:
     """Return True if there is an image with this tag."""
-    return not _failure([engine, "image", "inspect", tag], GRACE_SECONDS)
+    return not _failure([engine, "image", "inspect", tag], START_SECONDS)
 
 
 def _failure(words: Sequence[str], seconds: float) -> str:
@@ -250,7 +253,7 @@ class Container:
 
     def put(self, folder: Path, target: str) -> None:
         """Copy what is in a folder of this machine. Raises Lost if that fails."""
-        self.run(f"mkdir -p {target}", seconds=GRACE_SECONDS, user="root")
+        self.run(f"mkdir -p {target}", seconds=FILE_SECONDS, user="root")
         words = [self._engine, "cp", f"{folder}/.", f"{self._name}:{target}"]
         reason = _failure(words, START_SECONDS)
         if reason:
@@ -262,7 +265,7 @@ class Container:
         assert self._main.stdout is not None
         self._main.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._main.wait(GRACE_SECONDS)
+            self._main.wait(FILE_SECONDS)
         if self._main.poll() is None:
             _failure([self._engine, "rm", "-f", self._name], START_SECONDS)
             self._main.kill()

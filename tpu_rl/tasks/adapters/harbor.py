@@ -27,7 +27,7 @@ from tpu_rl.environments.contract import Factory, Fault
 from tpu_rl.errors import InputError
 from tpu_rl.sandbox import Lost
 from tpu_rl.tasks.adapters import computers
-from tpu_rl.tasks.adapters.computers import Container, LocalComputer, Unsupported
+from tpu_rl.tasks.adapters.computers import FILE_SECONDS, Container, LocalComputer, Unsupported
 
 COMMAND = "python recipes/harbor_rows.py"
 REWARDS = "/logs/verifier"
@@ -35,8 +35,6 @@ MAX_CHARACTERS = 4000
 """The longest observation; the middle of a longer one is left out."""
 MAX_LOCAL_MB = 1024
 """Memory of each process, and files, of a confined machine; less if the task asks for less."""
-FILE_SECONDS = 10.0
-"""Time to make or read a small file."""
 SECONDS = 600.0
 """Harbor's default of `timeout_sec`."""
 Computer = LocalComputer | Container
