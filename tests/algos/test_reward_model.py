@@ -637,9 +637,7 @@ def test_the_log_ratio_of_two_models_is_a_reward_of_each_token(tokenizer, tmp_pa
     assert [end for _, end, _ in parts] == ends
     saved(tmp_path / "head", 1, tokenizer)
     with pytest.raises(InputError, match="not a language model"):
-        registry.resolve(
-            f"implicit(model={tmp_path / 'head'}, reference={tmp_path / 'second'})"
-        )
+        registry.resolve(f"implicit(model={tmp_path / 'head'}, reference={tmp_path / 'second'})")
 
 
 @pytest.mark.slow
