@@ -87,7 +87,9 @@ def text_of(expressions: Mapping[str, str]) -> str:
 def repository(rng: random.Random) -> Row:
     """Return a repository with a fault, and the plan of its demonstration."""
     names = rng.sample(sorted(FUNCTIONS), 4)
-    files = dict(zip(rng.sample(FILES, 2), (names[:2], names[2:]), strict=True))
+    files: dict[str, list[str]] = dict(
+        zip(rng.sample(FILES, 2), (names[:2], names[2:]), strict=True)
+    )
     broken = rng.choice(names)
     numbers = {name: (rng.randint(5, 9), rng.randint(2, 4)) for name in names}
     wrong = [
