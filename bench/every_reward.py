@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import arms
 import numpy as np
+from every_method import read
 
 from tpu_rl.evaluation import intervals
 from tpu_rl.report import markdown
@@ -529,13 +530,6 @@ def run_all(folder: Path, results: Path, names: list[str], minutes: float, small
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print("DONE", task.name, arm, seed, np.mean(rewards), seconds, flush=True)
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the lines of finished runs."""
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 # --- the page ---

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl.environments.contract import Fault
 from tpu_rl.errors import TpuRlError
-from tpu_rl.sandbox import Lost
+from tpu_rl.sandbox import MachineLost
 from tpu_rl.tasks.adapters import computers
 from tpu_rl.tasks.adapters.computers import Unsupported
 from tpu_rl.tasks.adapters.harbor import SECONDS, HarborTask, Runtime, verify
@@ -50,7 +50,7 @@ def tried(runtime: Runtime, name: str, takes_unproven: bool) -> tuple[dict[str, 
         untouched = reward_of(runtime, task, is_solved=False)
         if (task.folder / "solution" / "solve.sh").is_file():
             solved = reward_of(runtime, task, is_solved=True)
-    except (Unsupported, Lost, Fault) as error:
+    except (Unsupported, MachineLost, Fault) as error:
         return None, f"left out: {str(error).removeprefix(f'{name}: ')}"
     is_taken = takes_unproven if solved is None else solved > untouched
     earned = "it has no solution" if solved is None else f"its solution earns {solved:g}"

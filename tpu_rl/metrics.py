@@ -544,9 +544,13 @@ def _scalars(row: dict[str, Any], folder: str = "train/") -> dict[str, float]:
         for name, value in row.items()
         if name not in ("step", "time") and value is not None
     }
-    theirs = {name: TRL_NAMES.get(name) or _trl_name(name) for name in own}
-    unique = {name for name, count in Counter(theirs.values()).items() if name and count == 1}
-    return own | {f"{folder}{theirs[name]}": own[name] for name in own if theirs[name] in unique}
+    trl_names = {name: TRL_NAMES.get(name) or _trl_name(name) for name in own}
+    unique = {name for name, count in Counter(trl_names.values()).items() if name and count == 1}
+    return own | {
+        f"{folder}{trl_name}": own[name]
+        for name, trl_name in trl_names.items()
+        if trl_name in unique
+    }
 
 
 def _trl_name(name: str) -> str | None:

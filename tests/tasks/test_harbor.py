@@ -214,7 +214,7 @@ def test_a_machine_confines_what_runs_in_it():
     assert len(run("yes | head -c 200000").printed) == 1 << 16
     assert run("cd nowhere", cwd="/no/such").code == 126
     machine.close()
-    with pytest.raises(sandbox.Lost):
+    with pytest.raises(sandbox.MachineLost):
         run("true")
 
 

@@ -448,12 +448,14 @@ def _timeline(messages: Any) -> str:
 
 
 def _waits(seconds: Any) -> str:
-    """Return for what an episode waited as a bar with a legend, as HTML; `seconds` is kind -> s."""
+    """Draw the seconds that an episode waited for each kind of work: a bar with a legend, as HTML."""
     if not isinstance(seconds, dict):
         return ""
     waits = {str(name): value for name, value in seconds.items() if _is_number(value) and value > 0}
-    total, start = sum(waits.values()), 0.0
-    bars, keys = [], []
+    total = sum(waits.values())
+    start = 0.0
+    bars = []
+    keys = []
     for index, (name, value) in enumerate(waits.items()):
         width = 100 * value / total
         bars.append(f'<rect class="c{index % 6}" x="{start:.2f}" width="{width:.2f}" height="4"/>')

@@ -9,9 +9,9 @@ unit_tests  tests of programs, and their verdicts
 problems    rows of published data sets, and the code in their prompts
 """
 
-from tpu_rl.sandbox.machine import Done as Done
-from tpu_rl.sandbox.machine import Lost as Lost
+from tpu_rl.sandbox.machine import CommandResult as CommandResult
 from tpu_rl.sandbox.machine import Machine as Machine
+from tpu_rl.sandbox.machine import MachineLost as MachineLost
 from tpu_rl.sandbox.processes import Outcome as Outcome
 from tpu_rl.sandbox.processes import Refused as Refused
 from tpu_rl.sandbox.processes import SandboxLimits as SandboxLimits

@@ -29,18 +29,18 @@ ENVIRONMENT = {
 MAX_OUTPUT_BYTES = 1 << 16
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """The end of a command."""
 
     code: int
     """The exit code; negative for a signal."""
     printed: str
-    """What it wrote to stdout and stderr; of more than 64 KiB, the end."""
+    """Its stdout and stderr; the end of them, if they have more than 64 KiB."""
     is_late: bool = False
     """True if it was stopped because its time was over."""
 
 
-class Lost(Exception):
+class MachineLost(Exception):
     """The machine does not answer any more."""
 
 
@@ -80,7 +80,7 @@ class Machine:
         cwd: str = "/",
         env: Mapping[str, str] | None = None,
         seconds: float = 20.0,
-    ) -> Done:
+    ) -> CommandResult:
         """Run a command of bash, as a new process.
 
         Args:
@@ -91,7 +91,7 @@ class Machine:
             seconds: wall time; processor time of each process has the same limit.
 
         Raises:
-            Lost: if the machine has ended.
+            MachineLost: if the machine has ended.
         """
         request = {"command": command, "stdin": stdin, "cwd": cwd, "seconds": float(seconds)}
         request |= {"env": {**ENVIRONMENT, **(env or {})}, "max_bytes": MAX_OUTPUT_BYTES}
@@ -111,8 +111,8 @@ class Machine:
                 reply += part
         except (OSError, ValueError) as error:
             self.close()
-            raise Lost(f"the confined machine has ended: {error}") from None
-        return Done(**json.loads(reply))
+            raise MachineLost(f"the confined machine has ended: {error}") from None
+        return CommandResult(**json.loads(reply))
 
     def close(self) -> None:
         """End all its processes."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tpu_rl.errors import MachineError
-from tpu_rl.sandbox import Done, Lost, Machine
+from tpu_rl.sandbox import CommandResult, Machine, MachineLost
 
 ENGINES = ("docker", "podman")
 START_SECONDS = 50.0
@@ -97,21 +97,21 @@ class LocalComputer:
 
     def run(
         self, command: str, *, seconds: float, env: Mapping[str, str] | None = None, user: str = ""
-    ) -> Done:
-        """Run a command. All users are one. Raises Lost if the machine has ended."""
+    ) -> CommandResult:
+        """Run a command. All users are one. Raises MachineLost if the machine has ended."""
         del user
         variables = self._env | dict(env or {})
         return self._machine.run(command, cwd=self._cwd, env=variables, seconds=seconds)
 
     def put(self, folder: Path, target: str) -> None:
-        """Copy what is in a folder of this machine. Raises Lost if that fails."""
+        """Copy what is in a folder of this machine. Raises MachineLost if that fails."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             archive.add(folder, ".")
         command = f"mkdir -p {target} && tar -xf - -C {target}"
         done = self._machine.run(command, stdin=buffer.getvalue())
         if done.code:
-            raise Lost(f"no files can be written to {target}: {done.printed.strip()}")
+            raise MachineLost(f"no files can be written to {target}: {done.printed.strip()}")
 
     def close(self) -> None:
         """End it."""
@@ -214,7 +214,7 @@ class Container:
     """A container, which ends with the process that started it: its first program reads a pipe."""
 
     def __init__(self, engine: str, image: str, options: Sequence[str], workdir: str = ""):
-        """Start it. Raises Lost if it does not start."""
+        """Start it. Raises MachineLost if it does not start."""
         self._engine = engine
         self._name = f"tpu-rl-{uuid.uuid4().hex}"
         self._workdir = ["-w", workdir] if workdir else []
@@ -232,12 +232,12 @@ class Container:
             line = self._main.stdout.readline() if is_there else b""
             if not line:
                 self.close()
-                raise Lost(f"the container does not start: {shlex.join(words)}")
+                raise MachineLost(f"the container does not start: {shlex.join(words)}")
 
     def run(
         self, command: str, *, seconds: float, env: Mapping[str, str] | None = None, user: str = ""
-    ) -> Done:
-        """Run a command of bash, as `docker exec` does. Raises Lost if the container has ended."""
+    ) -> CommandResult:
+        """Run a command of bash, as `docker exec` does. Raises MachineLost if the container has ended."""
         words = [self._engine, "exec", "-i", *self._workdir, *(["-u", user] if user else [])]
         words += [word for item in (env or {}).items() for word in ("-e", "=".join(item))]
         words += [self._name, "timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
@@ -247,17 +247,17 @@ class Container:
         )
         printed = _last_bytes(process, begun + seconds + GRACE_SECONDS)
         if self._main.poll() is not None:
-            raise Lost("the container has ended")
+            raise MachineLost("the container has ended")
         is_late = time.monotonic() - begun >= seconds
-        return Done(process.returncode, printed.decode(errors="replace"), is_late)
+        return CommandResult(process.returncode, printed.decode(errors="replace"), is_late)
 
     def put(self, folder: Path, target: str) -> None:
-        """Copy what is in a folder of this machine. Raises Lost if that fails."""
+        """Copy what is in a folder of this machine. Raises MachineLost if that fails."""
         self.run(f"mkdir -p {target}", seconds=FILE_SECONDS, user="root")
         words = [self._engine, "cp", f"{folder}/.", f"{self._name}:{target}"]
         reason = _failure(words, START_SECONDS)
         if reason:
-            raise Lost(f"no files can be copied: {reason}")
+            raise MachineLost(f"no files can be copied: {reason}")
 
     def close(self) -> None:
         """End it, and all that runs in it."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from tpu_rl import sandbox
 from tpu_rl.environments.contract import Factory, Fault
 from tpu_rl.errors import InputError
-from tpu_rl.sandbox import Lost
+from tpu_rl.sandbox import MachineLost
 from tpu_rl.tasks.adapters import computers
 from tpu_rl.tasks.adapters.computers import FILE_SECONDS, Container, LocalComputer, Unsupported
 
@@ -163,7 +163,7 @@ def read_task(folder: Path) -> HarborTask:
 
 
 class Runtime:
-    """Where tasks are done: confined machines, or containers of an engine."""
+    """The place where tasks are done: confined machines, or containers of an engine."""
 
     def __init__(self, name: str):
         """Read the tasks of DIR, or local:DIR.
@@ -192,7 +192,7 @@ class Runtime:
 
         Raises:
             Unsupported: if the task asks for what it cannot do.
-            Lost: if it does not start.
+            MachineLost: if it does not start.
         """
         workdir = task.environment.get("workdir") or ""
         memory_mb, disk_mb = task.megabytes("memory"), task.megabytes("storage")
@@ -347,5 +347,5 @@ def _faults() -> Iterator[None]:
     """Make of a computer that is lost, or cannot be had, a fault of the episode."""
     try:
         yield
-    except (Lost, Unsupported) as error:
+    except (MachineLost, Unsupported) as error:
         raise Fault(str(error)) from None
