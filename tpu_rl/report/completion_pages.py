@@ -448,7 +448,7 @@ def _timeline(messages: Any) -> str:
 
 
 def _waits(seconds: Any) -> str:
-    """Draw the seconds that an episode waited for each kind of work: a bar with a legend, as HTML."""
+    """Draw the seconds of an episode by kind of work: a bar with a legend, as HTML."""
     if not isinstance(seconds, dict):
         return ""
     waits = {str(name): value for name, value in seconds.items() if _is_number(value) and value > 0}

@@ -237,7 +237,7 @@ class Container:
     def run(
         self, command: str, *, seconds: float, env: Mapping[str, str] | None = None, user: str = ""
     ) -> CommandResult:
-        """Run a command of bash, as `docker exec` does. Raises MachineLost if the container has ended."""
+        """Run a command of bash. Raises MachineLost if the container has ended."""
         words = [self._engine, "exec", "-i", *self._workdir, *(["-u", user] if user else [])]
         words += [word for item in (env or {}).items() for word in ("-e", "=".join(item))]
         words += [self._name, "timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
