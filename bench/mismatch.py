@@ -77,7 +77,8 @@ def run_all(
             seconds = round(time.monotonic() - begun, 1)
             measured = every_method.judged(study, str(run_dir / "model"))
             rows = arms.read_metrics(run_dir)
-            gap = float(np.mean([row["policy/log_prob_gap_mean"] for row in rows]))
+            key = "policy/log_prob_gap_mean"
+            gap = float(np.mean([row[key] for row in rows if key in row]))
             line = {"name": name, "seed": seed, **measured, "seconds": seconds, "gap": gap}
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

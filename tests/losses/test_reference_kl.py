@@ -131,6 +131,23 @@ def test_the_kl_scale_and_the_schedule_of_the_reference(factory, config):
     np.testing.assert_allclose(batch.weights["kl"], 1.05 * batch.weights["policy"], rtol=1e-6)
 
 
+def test_a_reference_is_a_moving_average():
+    settings = GrpoConfig(kl_loss_coef=0.1, reference_reset_every=2, reference_reset_share=0.25)
+    roles, params = tiny.cast(settings.roles)
+    assert settings.roles["reference"].tracks_policy == 0.25
+    algorithm = grpo(settings, roles, tiny.SAMPLING)
+    state = algorithm.init_state(params)
+    after_one, state = algorithm.after_update(params, state, {})
+    jax.tree.map(np.testing.assert_array_equal, after_one["reference"], params["reference"])
+    after_two, _ = algorithm.after_update(after_one, state, {})
+    for old, policy, moved in zip(
+        *(jax.tree.leaves(tree) for tree in (params["reference"], params["policy"])),
+        jax.tree.leaves(after_two["reference"]),
+        strict=True,
+    ):
+        np.testing.assert_allclose(moved, 0.75 * old + 0.25 * policy, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -139,6 +156,7 @@ def test_the_kl_scale_and_the_schedule_of_the_reference(factory, config):
         {"kl_reward_coef": -0.1},
         {"kl_estimator": "k3"},
         {"reference_reset_every": 5},
+        {"kl_loss_coef": 0.1, "reference_reset_share": 0.5},
     ],
 )
 def test_settings_that_do_nothing_are_refused(settings):

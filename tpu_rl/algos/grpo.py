@@ -154,7 +154,7 @@ class GroupPolicyConfig(
     @property
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(trainable=True)}
-        return with_reference(policy, self.has_kl, self.resets_reference)
+        return with_reference(policy, self.has_kl, self.reference_tracks_policy)
 
     def parts(self, roles: Roles) -> tuple[Part, ...]:
         """List the parts that are on, in the order of their effects."""

@@ -127,7 +127,7 @@ class PpoConfig(SamplerCorrection, ReferenceKl, ClipSettings, PretrainingMix, Ob
         trained = {"policy": RoleSpec(trainable=True), "value": self.critic.spec}
         if self.mask_top_p is not None:
             trained["mask"] = RoleSpec(trainable=False, tracks_policy=1.0)
-        return with_reference(trained, self.has_kl, self.reference_reset_every > 0)
+        return with_reference(trained, self.has_kl, self.reference_tracks_policy)
 
     def parts(self, roles: Roles) -> tuple[Part, ...]:
         """List the parts that are on, in the order of their effects."""

@@ -65,7 +65,7 @@ class PrimeConfig(ClippedPolicyConfig):
                 why="its log-ratio of a completion would change with the temperature",
                 fix="leave it out, or use grpo",
             )
-        if self.resets_reference:
+        if self.reference_tracks_policy:
             raise InputError(
                 "the reference of process rewards stays",
                 where="--algorithm.reference-reset-every, --algorithm.reference-reset-patience",

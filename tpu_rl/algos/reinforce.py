@@ -93,7 +93,7 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl, ClipSettings):
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(trainable=True)}
         needed = self.has_kl or bool(self.opponent_mix)
-        return with_reference(policy, needed, self.reference_reset_every > 0)
+        return with_reference(policy, needed, self.reference_tracks_policy)
 
 
 def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algorithm:

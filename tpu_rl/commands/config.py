@@ -795,7 +795,7 @@ ADDED = {
     "batch": {"whole_logits": "auto"},
     "evaluation": {"sets": []},
     "sampling": {"during_updates": False},
-    "algorithm": {"thought_weight": 1.0, "thought_end": []},
+    "algorithm": {"thought_weight": 1.0, "thought_end": [], "reference_reset_share": 1.0},
 }
 """Settings that are younger than runs which may go on -> the value with which nothing changes. With
 that value they are no part of a run's identity."""

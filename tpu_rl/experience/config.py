@@ -159,7 +159,7 @@ class LikelihoodConfig:
     likely as their mean earn their reward once more (GRPO-CARE)."""
     by: Literal["policy", "reference"] = "policy"
     """The model that says how likely the answer is. GRPO-CARE has a slow reference:
-    --algorithm.reference-reset-every moves it."""
+    --algorithm.reference-reset-every and reference-reset-share move it."""
     column: str = "answer"
     """Column of the data rows that holds the answer, as a text."""
     mark: str = "####"

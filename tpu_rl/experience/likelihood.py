@@ -16,8 +16,9 @@ reference's, at temperature 1, before the update. A completion without the mark 
 with `spread` the group's smallest, if that is below 0.
 
 Deviations: RLPR and DRO drop prompts whose rewards vary little; for a share of the prompts use
---rollout.keep-variance-share. GRPO-CARE's reference is a moving average; here it is the policy of
-some steps ago. DRO's weights may also be a threshold on s_t; here they are s_t itself.
+--rollout.keep-variance-share. GRPO-CARE's reference is a moving average, as with
+--algorithm.reference-reset-share below 1. DRO's weights may also be a threshold on s_t; here they
+are s_t itself.
 """
 
 from __future__ import annotations

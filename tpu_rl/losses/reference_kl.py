@@ -38,7 +38,7 @@ from tpu_rl.losses.policy_batch import (
     Prediction,
     learned_tokens,
 )
-from tpu_rl.ranges import Conflicts, CountOrNone, Needs, NotNegative, Positive
+from tpu_rl.ranges import Conflicts, CountOrNone, In, Needs, NotNegative, Positive
 from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rollout, Sum
 
 LossEstimator = Literal["exact", "k1", "k2", "k3", "abs"]
@@ -66,18 +66,27 @@ class ReferenceKl(ranges.Checked):
     reference_reset_every: Annotated[CountOrNone, NEEDS_KL] = 0
     """Optimizer steps between two times that the reference becomes the policy (ProRL, arXiv
     2505.24864); 0 never. The moments of the optimizer stay."""
+    reference_reset_share: Annotated[float, In("(0, 1]"), Needs("reference_reset_every")] = 1.0
+    """Share of the way to the policy that the reference moves then. 1 makes both equal; with less,
+    it is a moving average of the policy (GRPO-CARE, arXiv 2506.16141; TRL's
+    `ref_model_mixup_alpha`)."""
 
     @property
     def has_kl(self) -> bool:
         """True with a KL to the reference."""
         return bool(self.kl_reward_coef or self.kl_loss_coef)
 
+    @property
+    def reference_tracks_policy(self) -> float:
+        """Share of the way to the policy that the reference moves now and then; 0 if it stays."""
+        return self.reference_reset_share if self.reference_reset_every else 0.0
+
     def kl_parts(self, reference: Role) -> tuple[Part, ...]:
         """List the parts of a method that reads the reference."""
         parts = (kl_to_reference(self, reference),)
         if not self.reference_reset_every:
             return parts
-        controller = moving_reference(self.reference_reset_every)
+        controller = moving_reference(self.reference_reset_every, self.reference_reset_share)
         return *parts, Part(name="reference", controller=controller)
 
 
@@ -92,9 +101,9 @@ class StagnationReset(ReferenceKl):
     best one before (ProRL, arXiv 2505.24864); 0 never. The moments of the optimizer stay."""
 
     @property
-    def resets_reference(self) -> bool:
-        """True if the reference is made equal to the policy now and then."""
-        return bool(self.reference_reset_every or self.reference_reset_patience)
+    def reference_tracks_policy(self) -> float:
+        """Share of the way to the policy that the reference moves now and then; 0 if it stays."""
+        return 1.0 if self.reference_reset_patience else super().reference_tracks_policy
 
     def kl_parts(self, reference: Role) -> tuple[Part, ...]:
         """List the parts of a method that reads the reference."""
