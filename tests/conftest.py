@@ -74,6 +74,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
+_died: set[str] = set()
+"""Ids of tests during which a worker of pytest-xdist died."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched) -> None:
+    """Run a test once more during which its worker died, and say so.
+
+    XLA ends a process of thousands of programs now and then. A test that always ends its process
+    fails the second time.
+    """
+    if crashitem in _died:
+        return
+    _died.add(crashitem)
+    sched.mark_test_pending(crashitem)
+    report.outcome = "rerun"  # type: ignore[assignment]
+    print(f"\n{crashitem}: its process died, and it runs once more", file=sys.stderr)
+
+
 def pytest_collection_finish() -> None:
     """Leave modules and tests, which live to the end, out of garbage collections.
 
