@@ -95,7 +95,7 @@ def test_who_goes_on():
     np.testing.assert_array_equal(step_search.parents("dvts", scores, ended, 2), [1, 1, 2, 3, 5, 5])
 
 
-@pytest.mark.parametrize("method", ["beam", "dvts"])
+@pytest.mark.parametrize("method", ["beam", "dvts", "mcts"])
 def test_completions_are_whole_and_better_than_independent_ones(method):
     found = searched(method, width=4)
     assert len(found.completions) == 8 * len(PROMPTS)
@@ -109,7 +109,7 @@ def test_completions_are_whole_and_better_than_independent_ones(method):
         assert found.rollout.truncated[row] == is_full
         assert is_full or last == TOKENIZER.eos_ids[0]
     alone = step_search.make_engine(typist(8), SCORER).roll_out({}, REQUEST)
-    assert found.rewards.mean() > alone.rewards.mean() + {"beam": 2, "dvts": 1}[method]
+    assert found.rewards.mean() > alone.rewards.mean() + {"beam": 2, "dvts": 1, "mcts": 1}[method]
 
 
 def test_trees_of_a_diverse_search_do_not_mix():
@@ -121,6 +121,28 @@ def test_trees_of_a_diverse_search_do_not_mix():
     ]
     assert max(map(len, trees)) == 1
     assert len(set.union(*trees)) > 3
+
+
+def test_a_tree_is_grown_where_its_values_and_few_visits_say():
+    going_on, ended = step_search.EMPTY, step_search.EMPTY._replace(ended=True)
+    tree = step_search.Tree()
+    assert tree.leaf() == 0
+    tree.expand(0, [going_on, going_on, going_on], np.array([2.0, 6.0, np.nan]))
+    values, counts = tree.values()
+    # Scaled to 0, 1 and, without a score, 0; the root's own counts as 0.
+    np.testing.assert_allclose(values, [1 / 4, 0, 1, 0])
+    np.testing.assert_array_equal(counts, [4, 1, 1, 1])
+    assert tree.leaf() == 2
+    tree.expand(2, [ended, going_on], np.array([6.0, 2.0]))
+    # Of the second node 2/3 + sqrt(ln 6 / 3), of the others 0 + sqrt(ln 6): 1.440 and 1.339.
+    assert tree.leaf() == 5
+    tree.expand(5, [ended, ended], np.array([2.0, 2.0]))
+    # All below the second node has ended.
+    assert tree.leaf() == 1
+    assert len(tree.ended) == 3
+    for node in (1, 3):
+        tree.expand(node, [ended], np.array([2.0]))
+    assert tree.leaf() == 0
 
 
 def test_a_stop_string_that_two_steps_make_together_ends_a_completion():

@@ -124,7 +124,7 @@ def reason_of_end(
     if code is None:
         # faulthandler then writes the line that is running, even in C.
         popen.send_signal(signal.SIGABRT)
-        _wait(popen, 0.5)
+        _wait(popen, 2.0)
     frames = _crash_frames(process.crash)
     user_frames = [frame for frame in frames if user_file in frame]
     where = f" ({_short_frame((user_frames or frames)[0])})" if frames else ""

@@ -141,11 +141,12 @@ class Flags:
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
     search: Annotated[
-        Literal["beam", "dvts"] | None,
+        Literal["beam", "dvts", "mcts"] | None,
         Needs("judge", why="it scores the beginnings of answers after each step"),
     ] = None
     """Find the --samples completions step by step: after each step --judge keeps the best
-    beginnings of a problem (beam), or the best one of each tree (dvts), one of --search-width."""
+    beginnings of a problem (beam), or the best one of each tree (dvts), one of --search-width.
+    mcts expands one beginning of a problem at a time, by the judge's mean score below it."""
     search_width: Annotated[int, In("[2, inf)"), Needs("search")] = 4
     """--search: how many continuations of each beginning are sampled; a divisor of --samples."""
     step_end: Annotated[str, Needs("search")] = "\n"
