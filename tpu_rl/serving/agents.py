@@ -288,7 +288,7 @@ class _AgentEngine:
             decoding.policy.policy,
             decoding.policy.params(params),
             config,
-            num_slots=min(config.max_num_seqs, rows),
+            num_slots=min(config.max_num_seqs, config.rows_of_programs(rows)),
             max_length=self._limits.max_model_len,
             prompt_length=decoding.max_prompt_tokens,
             contexts_at_once=CONTEXTS_AT_ONCE,
