@@ -283,7 +283,15 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, purge_step: int, config: Mapping[str, Any] | None = None):
-        from tensorboardX import SummaryWriter
+        # tensorboardX imports torch for tensors of it, of which we write none. That takes seconds.
+        hides_torch = "torch" not in sys.modules
+        if hides_torch:
+            sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+        try:
+            from tensorboardX import SummaryWriter
+        finally:
+            if hides_torch:
+                del sys.modules["torch"]
 
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._table_steps = TableSteps()

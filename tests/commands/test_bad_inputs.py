@@ -458,6 +458,23 @@ def test_a_short_name_in_a_group_gets_the_flag_that_is_meant():
     assert config.parse(["arithmetic_dpo", "--algorithm.beta", "0.2"]).algorithm.beta == 0.2
 
 
+def test_lengths_that_nobody_set_fit_the_model(tmp_path, capsys):
+    flags = ["grpo", "--model.path", "builtin:arithmetic", "--data.path", "rows.jsonl"]
+
+    def lengths(*more: str) -> tuple[int, int]:
+        sampling = config.parse([*flags, *more]).sampling
+        return sampling.max_prompt_tokens, sampling.max_new_tokens
+
+    assert lengths() == (256, 256)
+    said = "the model's context is 512 tokens: --sampling.max-prompt-tokens 256 "
+    assert said in capsys.readouterr().err
+    assert lengths("--sampling.max-new-tokens=512") == (512, 512)  # Refused later.
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    flags[2] = str(tmp_path)
+    assert lengths() == (512, 512)
+    assert not capsys.readouterr().err
+
+
 def test_a_warm_up_that_never_ends_is_said():
     parsed = config.parse(["arithmetic_grpo", "--steps", "3", "--optimizer.warmup-steps", "4"])
     assert "ends at 75%" in preflight.check_warmup(parsed)[0]

@@ -94,6 +94,13 @@ def test_a_model_without_a_template_reads_plain_prompts(tmp_path, capsys):
         check(path, tmp_path, PLAIN, "--data.chat", "always")
 
 
+def test_an_agent_needs_a_chat_template_or_texts():
+    preflight.require_texts(config.FileData(chat="never"))
+    preflight.require_texts(config.preset("arithmetic_grpo").data)
+    with pytest.raises(InputError, match="has no chat template, so that every chat of the agent"):
+        preflight.require_texts(config.FileData())
+
+
 def test_the_problems_of_a_task_stay_plain_text(checkpoint):
     preset = config.preset("arithmetic_grpo")
     preset = replace(preset, model=replace(preset.model, path=str(checkpoint)))

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from tests.fixtures.runs import TINY_PAIRS, digest, rows_of
-from tpu_rl import data
+from tpu_rl import data, tokenizers
 from tpu_rl.commands import run
 from tpu_rl.commands.evaluate import evaluate
+from tpu_rl.data import files, stored_rows
 from tpu_rl.errors import InputError
 from tpu_rl.experience import reference_log_probs
+from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.sources import pairs
 from tpu_rl.tasks import gsm8k_rows
 
 
@@ -34,6 +37,36 @@ def kept_log_probs(run_dir: Path) -> dict[int, bytes]:
     """Return the log-probs of the reference by the digest of their row, bit by bit."""
     kept = reference_log_probs.read(run_dir / "reference_log_probs_0.npz")[1]
     return {key: b"".join(value.tobytes() for value in values) for key, values in kept.items()}
+
+
+def test_pairs_of_a_large_file_are_checked_when_they_are_drawn(file, monkeypatch, capsys):
+    monkeypatch.setattr(files, "MANY_LINES", 3)
+    monkeypatch.setattr(stored_rows, "FIRST_ROWS", 1)
+    monkeypatch.setattr(stored_rows, "SAMPLED_ROWS", 2)
+    lines = file.read_text().splitlines()
+    lines[7] = '{"prompt": "1+2=", "chosen": "3"}'
+    file.write_text("\n".join(lines))
+    rows = data.read(file, ("prompt", "chosen", "rejected"))
+    tokenizer = tokenizers.characters("0123456789+=#")
+    limits = (SamplingConfig(max_prompt_tokens=16, max_new_tokens=16), BatchConfig(row_length=64))
+    given = pairs.usable_pairs(rows[:38], rows[38:], tokenizer, *limits)
+    # The sample of the training rows, and the held-out ones.
+    assert (given.num_checked, given.dropped, len(given.train)) == (4, [], 38)
+    assert [given.train[index]["row"] for index in (4, 5, 6)] == [4, 6, 6]
+    assert [row["row"] for row in given.held_out] == [38, 39]
+    assert capsys.readouterr().err.count(f"{file}:6: they are too long") == 1
+    with pytest.raises(InputError, match="lacks the column") as refused:
+        given.train[7]
+    assert f"{file}:8" in refused.value.where
+    assert data.digests(given.train)[0].startswith(data.OF_BYTES)
+    some = given.train[1:4]
+    assert reference_log_probs.keys_of(some) == reference_log_probs.keys_of(list(some))
+    # A run that had checked all rows before goes on to do so.
+    file.write_text("\n".join([*lines[:7], *lines[8:]]))
+    rows = data.read(file, ("prompt", "chosen", "rejected"))
+    in_full = data.StoredRows(data.ReadInFull([rows]))
+    given = pairs.usable_pairs(in_full, rows[:0], tokenizer, *limits)
+    assert (len(given.train), [row["row"] for row, _ in given.dropped]) == (38, [5])
 
 
 @pytest.mark.nightly

@@ -23,9 +23,10 @@ from tpu_rl.experience.layout import pack_experience
 from tpu_rl.experience.sources import partial_rollouts
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rollout import records, requests, sampled_json, scoring
+from tpu_rl.rollout.conversations import engine
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
-from tpu_rl.sampler import SamplerConfig
+from tpu_rl.sampler import ConversationSampler, SamplerConfig
 from tpu_rl.tokenizers import characters
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import Purpose
@@ -251,6 +252,26 @@ def test_evaluations_repeat_themselves(games):
         first = engine.roll_out(params, RolloutRequest(ROWS, step=0))
         second = engine.roll_out(params, RolloutRequest(ROWS, step=0))
     jax.tree.map(np.testing.assert_array_equal, first.rollout, second.rollout)
+
+
+def test_an_evaluation_runs_the_programs_of_rollouts(games, monkeypatch):
+    """Fewer problems than a step has completions are decoded in its slots, and tell the same."""
+    made = []
+    monkeypatch.setattr(
+        engine,
+        "ConversationSampler",
+        lambda *a, **k: made.append(k) or ConversationSampler(*a, **k),
+    )
+    context, params = context_of(games, "AtOnce")
+    decoding = compose.decoding(context, purpose=Purpose.EVALUATION, seed=0)
+    rollouts = []
+    for shapes_of in (None, (4, 2), (1, 2)):
+        settings = replace(decoding.config, samples_per_prompt=1, shapes_of=shapes_of)
+        own = make_engine(replace(decoding, config=settings), compose.scorer(context))
+        with jax.set_mesh(context.mesh):
+            rollouts.append(own.roll_out(params, RolloutRequest(ROWS[:3], step=0)).rollout)
+    assert [(k["num_slots"], k["contexts_at_once"]) for k in made] == [(3, 3), (8, 4), (3, 3)]
+    np.testing.assert_array_equal(rollouts[0].tokens, rollouts[1].tokens)
 
 
 @pytest.mark.slow

@@ -71,6 +71,9 @@ def endless(row, base_url, api_key):
     prompt = row["prompt"]
     while True:
         prompt += prompt + str(len(ask(base_url, api_key, prompt=prompt)))
+
+def wordy(row, base_url, api_key):
+    ask(base_url, api_key, prompt="1" * 500)
 '''
 ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
 
@@ -114,7 +117,8 @@ def roll_out(made, rows):
 @pytest.mark.slow
 def test_an_agent_of_one_call_samples_what_a_single_turn_does(context_of, file):
     alone = roll_out(context_of(), ROWS)
-    scored = roll_out(context_of("--reward", "--agent", f"{file}:once"), ROWS)
+    flags = ("--sampling.max-turns", "1")
+    scored = roll_out(context_of("--reward", "--agent", f"{file}:once", *flags), ROWS)
     assert scored.rewards.tolist() == scored.lengths.tolist()
     rollout = scored.rollout
     assert rollout.episode_id is None
@@ -171,6 +175,12 @@ def test_an_episode_whose_conversation_is_full_is_truncated_and_no_fault(context
     assert not scored.rollout.rewards.any()
     metrics = records.metrics(scored)
     assert (metrics["env/truncated"], metrics["env/errors"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_first_prompt_that_is_too_long_is_a_fault_with_its_length(context_of, file):
+    with pytest.raises(InputError, match=r"its first prompt has 500 tokens, and .* at most \d+ "):
+        roll_out(context_of("--reward", "--agent", f"{file}:wordy"), ROWS)
 
 
 def test_bad_agents_are_one_message(context_of, file):

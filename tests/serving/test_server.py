@@ -93,7 +93,7 @@ def test_openai_client_with_tools_over_two_turns(running):
     client = openai.OpenAI(base_url=running.server.url, api_key="episode")
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     first = client.chat.completions.create(
-        model="policy", messages=[user("hello t")], tools=tools, logprobs=True
+        model="policy", messages=[user("hello t")], tools=tools, logprobs=True, max_tokens=100
     )
     message = first.choices[0].message
     assert first.choices[0].finish_reason == "tool_calls"
@@ -261,6 +261,17 @@ def test_a_taken_port_and_an_open_host_are_one_message(capsys):
     bound.close()
     assert serve.main(["builtin:arithmetic", "--host", "0.0.0.0"]) == 2
     assert "without a key" in capsys.readouterr().err
+
+
+def test_an_answer_without_a_limit_gets_a_share_of_what_is_left(running):
+    assert running.begin().share(9) == 5
+    assert running.begin(most_calls=1).share(9) == 9
+    running.begin()
+    left = LIMITS.max_model_len - 2 - len(TOKENIZER.prefix_ids)
+    Writer.limits.clear()
+    running.ask("/v1/completions", {"prompt": "bb"})
+    running.ask("/v1/completions", {"prompt": "cc", "max_tokens": left})
+    assert Writer.limits == [-(-left // 2), LIMITS.max_new_tokens]
 
 
 def test_evaluations_draw_as_they_must():

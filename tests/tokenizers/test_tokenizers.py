@@ -4,10 +4,14 @@ import dataclasses
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+import tpu_rl
 from tpu_rl import tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import chat_templates
@@ -434,3 +438,17 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path):
 def test_an_alphabet_has_different_characters(alphabet):
     with pytest.raises(InputError, match="alphabet"):
         tokenizers.characters(alphabet)
+
+
+def test_a_llama_s_tokenizer_is_the_automatic_one_without_torch():
+    """Importing torch takes longer than all else that loads a tokenizer."""
+    program = (
+        "import sys; from pathlib import Path; from tpu_rl.tokenizers import hugging_face\n"
+        "own = hugging_face.load(Path(sys.argv[1])).backend.tokenizer\n"
+        "assert 'torch' not in sys.modules\n"
+        "from transformers import AutoTokenizer\n"
+        "auto = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "assert type(auto) is type(own) and auto.init_kwargs == own.init_kwargs"
+    )
+    model = Path(tpu_rl.__file__).parent / "pretrained" / "arithmetic"
+    subprocess.run([sys.executable, "-c", program, model], check=True)

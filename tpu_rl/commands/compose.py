@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
@@ -27,7 +27,6 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source
-from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.models import Select
 from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
@@ -39,6 +38,9 @@ from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.conversations import Message
 from tpu_rl.train import optimizers, sharding, update_step
 from tpu_rl.types import Algorithm, Model, Params, Probe, Purpose, Sampling, TrainState
+
+if TYPE_CHECKING:
+    from tpu_rl.experience.text_log_probs import TextLogProbs
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from tpu_rl import lazy, ranges, run_files, wings
+from tpu_rl import lazy, ranges, run_files, untrusted_files, wings
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
@@ -49,6 +49,9 @@ from tpu_rl.runtime.watchdog import WatchdogConfig
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.train.optimizers import OptimizerConfig
 
+BUILTIN = "builtin:"
+PRETRAINED = Path(__file__).parents[1] / "pretrained"
+"""The models that come with the package; builtin:NAME is one of them."""
 DEFAULT_PRESET = "arithmetic_grpo"
 ALGORITHM_FLAG = "--algorithm"
 CONFIG_FLAG = "--config"
@@ -449,6 +452,8 @@ def parse(argv: list[str]) -> ExperimentConfig:
         )
     default = with_shorter_phases(default, flags)
     config = parse_flags(default, chosen, flags)
+    if not chosen.endswith((".yaml", ".yml")):
+        config = with_lengths_of_model(config, flags)
     if epochs is not None:
         if any(flag.partition("=")[0] == "--steps" for flag in flags):
             raise InputError("--epochs and --steps are two lengths of a run", fix="give one")
@@ -457,6 +462,36 @@ def parse(argv: list[str]) -> ExperimentConfig:
     config = dataclasses.replace(config, run_dir=run_dir)
     require_trainable(config)
     return config
+
+
+def with_lengths_of_model(config: ExperimentConfig, flags: list[str]) -> ExperimentConfig:
+    """Return the configuration with a preset's lengths in proportion to a model's shorter context.
+
+    Only where no flag gives one of them, and the model is in a folder: others are refused later.
+    """
+    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    path = config.model.path or ""
+    is_shipped = path.startswith(BUILTIN)
+    folder = PRETRAINED / path.removeprefix(BUILTIN) if is_shipped else Path(path).expanduser()
+    file = folder / "config.json"
+    if not path or not isinstance(config.data, FileData) or not file.is_file():
+        return config
+    context = untrusted_files.read_json(file).get("max_position_embeddings")
+    sampling = config.sampling
+    length = sampling.max_prompt_tokens + sampling.max_new_tokens
+    is_set = not names.isdisjoint(("--sampling.max-prompt-tokens", "--sampling.max-new-tokens"))
+    if is_set or not isinstance(context, int) or not 1 < context < length:
+        return config
+    prompt = max(1, context * sampling.max_prompt_tokens // length)
+    print(
+        f"note: the model's context is {context} tokens: --sampling.max-prompt-tokens {prompt} "
+        f"--sampling.max-new-tokens {context - prompt}",
+        file=sys.stderr,
+    )
+    sampling = dataclasses.replace(
+        sampling, max_prompt_tokens=prompt, max_new_tokens=context - prompt
+    )
+    return dataclasses.replace(config, sampling=sampling)
 
 
 def with_shorter_phases(default: ExperimentConfig, flags: list[str]) -> ExperimentConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from tpu_rl import data
 from tpu_rl.commands import compose, held_out_rows, roles
 from tpu_rl.commands.config import Stage
 from tpu_rl.commands.roles import RunContext
@@ -34,7 +35,7 @@ def of_stage(
     """
     if roles.reading(stage.algorithm) is not None:
         return reward_accuracy.as_evaluator(held_out_judge(context, stage, params))
-    given = of_pairs.require_pairs(context.config, context.language.tokenizer)
+    given = of_pairs.require_pairs(context.config, context.language.tokenizer, context.run_dir)
     if not given.held_out:
         return None
     to_pairs = of_pairs.to_pairs(context, stage, params, given.held_out)
@@ -105,11 +106,11 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
     if compose.learns_from_given_pairs(stage):
-        given = of_pairs.require_pairs(context.config, context.language.tokenizer)
+        given = of_pairs.require_pairs(context.config, context.language.tokenizer, context.run_dir)
         held_out_rows.require_same_rows(given.held_out)
         rows = [given.train, given.held_out]
         if stage.algorithm.experience.graded:
-            rows = [reward_accuracy.of_ratings(ratings) for ratings in rows]
+            rows = [reward_accuracy.of_ratings(data.sample(ratings)) for ratings in rows]
         return reward_accuracy.given_pairs(*rows, context.language.tokenizer, context.max_length)
     rows = held_out_rows.evaluation_rows(context)
     if not rows:

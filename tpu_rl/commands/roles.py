@@ -16,7 +16,13 @@ from jax.sharding import Mesh
 from tpu_rl import jax_versions, models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
 from tpu_rl.checkpoint.train_state_io import BASE
-from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
+from tpu_rl.commands.config import (
+    BUILTIN,
+    PRETRAINED,
+    AlgorithmConfig,
+    ExperimentConfig,
+    FileData,
+)
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.models.attention import flash, gpu_decode
@@ -34,8 +40,6 @@ if TYPE_CHECKING:
     from tpu_rl.algos import QSharpConfig
     from tpu_rl.losses import return_distributions
     from tpu_rl.sampler import guided_policy
-
-BUILTIN = "builtin:"
 
 
 class Language(NamedTuple):
@@ -175,10 +179,9 @@ def model_path(path: str | None) -> str:
         )
     if not path.startswith(BUILTIN):
         return path
-    folder = Path(__file__).parents[1] / "pretrained"
-    directory = folder / path.removeprefix(BUILTIN)
+    directory = PRETRAINED / path.removeprefix(BUILTIN)
     if not (directory / "config.json").is_file():
-        names = ", ".join(f"{BUILTIN}{child.name}" for child in sorted(folder.iterdir()))
+        names = ", ".join(f"{BUILTIN}{child.name}" for child in sorted(PRETRAINED.iterdir()))
         raise InputError(f"no shipped model {path}", where="--model.path", fix=f"there is {names}")
     return str(directory)
 

@@ -151,8 +151,8 @@ def first_shape(
     return None
 
 
-MANY_LINES = 100_000
-"""To read more rows takes more than seconds. They are checked when they are drawn."""
+MANY_LINES = 10_000
+"""To read and encode more rows takes seconds. They are checked when they are drawn."""
 MIN_KEPT_ROWS = 10_000
 MAX_KEPT = 4
 _READ: dict[Any, StoredRows] = {}
@@ -802,6 +802,10 @@ def warnings(
     num_empty = 0
     labels: Counter[bool] = Counter()
     is_compared = False
+    of_train, of_held_out = map(stored_rows.checksums, (rows, held_out))
+    num_equal = 0
+    if of_train is not None and of_held_out is not None:
+        num_equal = int(np.isin(of_held_out, of_train).sum())
     rows, held_out = map(stored_rows.sample, (rows, held_out))
     # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
     prompts = array("q")
@@ -826,7 +830,7 @@ def warnings(
     if is_compared or num_duplicates <= MAX_DUPLICATE_SHARE * len(rows):
         num_duplicates = 0
     held_out_inputs = [_input_hash(row) for row in held_out]
-    num_known = int(np.isin(held_out_inputs, np.array(inputs)).sum())
+    num_known = max(num_equal, int(np.isin(held_out_inputs, np.array(inputs)).sum()))
     if not compares_prompts:
         num_blank = num_duplicates = num_known = 0
     counts = (

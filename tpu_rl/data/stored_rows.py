@@ -356,6 +356,9 @@ class WithNumber:
     def where(self, index: int) -> str:
         return where_of(self._rows, index)
 
+    def checksums(self) -> np.ndarray | None:
+        return checksums(self._rows)
+
     def part_numbers(self) -> np.ndarray:
         return part_numbers(self._rows)
 
@@ -474,7 +477,7 @@ def checksums(rows: Any) -> np.ndarray | None:
 
 
 FIRST_ROWS = 1000
-SAMPLED_ROWS = 9000
+SAMPLED_ROWS = 1000
 
 
 def sampled_indices(count: int) -> np.ndarray:

@@ -183,6 +183,10 @@ class SamplerConfig(ranges.Checked):
         """True if the most likely token is always taken."""
         return self.temperature == 0
 
+    def rows_of_programs(self, rows: int) -> int:
+        """Return the rows of the programs that a call with so many rows runs."""
+        return max(rows, math.prod(self.shapes_of or (0,)))
+
     def of_programs(self) -> SamplerConfig:
         """Return the settings that decode programs depend on, equal for calls that share them.
 

@@ -122,8 +122,7 @@ def make_request(
     _check_routing(policy, params, config, is_resumed=any(resumed))
     max_length = padded_prompts.tokens.shape[1] + config.max_new_tokens
     # As many keys as the programs have rows, so that one program makes those of every part.
-    most = rows if config.shapes_of is None else max(rows, math.prod(config.shapes_of))
-    keys = row_keys(key, np.resize(row_ids, most))
+    keys = row_keys(key, np.resize(row_ids, config.rows_of_programs(rows)))
     request = DecodeRequest(
         prompts=padded_prompts,
         group_size=group_size,

@@ -240,10 +240,16 @@ class _AgentEngine:
     def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
         fault = reply.fault
         reward = reply.reward
-        is_truncated = bool(fault and account.is_full and account.record.calls)
+        is_truncated = bool(fault and account.overlong and account.record.calls)
         if is_truncated:
             fault = ""
             reward = None if self._scorer.reward_functions else 0.0
+        if fault and account.overlong:
+            fault = (
+                f"its first prompt has {account.overlong} tokens, and a conversation at most "
+                f"{self._limits.max_model_len} (--sampling.max-prompt-tokens and "
+                f"--sampling.max-new-tokens together); {fault}"
+            )
         if not fault and not account.record.calls:
             fault = "it asked the policy for nothing"
         if not fault and reward is None and not self._scorer.reward_functions:
@@ -282,7 +288,7 @@ class _AgentEngine:
             decoding.policy.policy,
             decoding.policy.params(params),
             config,
-            num_slots=min(config.max_num_seqs, rows),
+            num_slots=min(config.max_num_seqs, config.rows_of_programs(rows)),
             max_length=self._limits.max_model_len,
             prompt_length=decoding.max_prompt_tokens,
             contexts_at_once=CONTEXTS_AT_ONCE,

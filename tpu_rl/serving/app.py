@@ -63,8 +63,8 @@ class Account:
     ):
         self.history = chat.History(tokenizer, most_exchanges)
         self.conversations = Conversations(numbers, most_idle)
-        self.is_full = False
-        """True once a prompt left no room for a completion."""
+        self.overlong = 0
+        """Tokens of the last prompt that left no room for a completion."""
 
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         """Return the distribution of tokens for a request.
@@ -73,6 +73,10 @@ class Account:
             ApiError: if this account may not ask for it.
         """
         return options.distribution(default)
+
+    def share(self, left: int) -> int:
+        """Return the most tokens of a completion that names no limit, of those that are left."""
+        return left
 
     def begin(self, prompt: list[int], options: Options) -> OpenCall:
         """Return the next call: its prompt and seed.
@@ -143,6 +147,10 @@ class EpisodeAccount(Account):
                     400, f"{name} is {value}, but the run samples with {name} = {expected}", name
                 )
         return distribution
+
+    def share(self, left: int) -> int:
+        # A model that does not stop must not end the conversation with its first answer.
+        return left if self._most_calls == 1 else -(-left // 2)
 
     def begin(self, prompt: list[int], options: Options) -> OpenCall:
         del options
@@ -331,9 +339,11 @@ class App:
         The turn is noted in the account.
         """
         distribution = account.distribution(options, self.default)
-        account.is_full |= len(prompt) >= self.limits.max_model_len
+        left = self.limits.max_model_len - len(prompt)
+        if left <= 0:
+            account.overlong = len(prompt)
         self._check_prompt(prompt)
-        room = min(self.limits.max_model_len - len(prompt), self.limits.max_new_tokens)
+        most = min(left if options.max_tokens else account.share(left), self.limits.max_new_tokens)
         if options.max_tokens == 0:
             nothing = np.zeros(0, np.float32)
             yield None
@@ -341,7 +351,7 @@ class App:
             return
         call = account.begin(prompt, options)
         conversation = account.conversations.take(prompt)
-        request = TurnRequest(conversation, prompt, call.key, min(options.max_tokens or room, room))
+        request = TurnRequest(conversation, prompt, call.key, min(options.max_tokens or most, most))
         find_end = self._find_end(options)
         is_watched = bool(options.stream or options.stop or options.stop_token_ids)
         loop = asyncio.get_running_loop()

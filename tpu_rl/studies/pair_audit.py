@@ -64,9 +64,9 @@ def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
     )
     draws = np.bincount(drawn.reshape(-1), minlength=len(given.train))
     seen = data.take(given.train, np.flatnonzero(draws))
-    times_trained = {
-        row["row"]: int(times) for row, times in zip(seen, draws[draws > 0], strict=True)
-    }
+    times_trained: dict[int, int] = {}
+    for row, times in zip(seen, draws[draws > 0], strict=True):
+        times_trained[row["row"]] = times_trained.get(row["row"], 0) + int(times)
     judged = data.join(seen, given.held_out)
     count = min(MAX_PAIRS, len(judged), int(draws.sum()))
     indices = np.linspace(0, len(judged) - 1, count).round().astype(int)

@@ -107,7 +107,7 @@ class _HuggingFace:
 
 def load(directory: Path) -> Tokenizer:
     """Return the tokenizer of a directory. Raises InputError if it is missing or damaged."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     settings_file = directory / "tokenizer_config.json"
     has_config = settings_file.is_file() or (directory / "config.json").is_file()
@@ -118,6 +118,7 @@ def load(directory: Path) -> Tokenizer:
             why="it holds neither tokenizer.json nor tokenizer_config.json nor tokenizer.model",
             fix="copy the tokenizer's files into it",
         )
+    settings: dict[str, Any] = {}
     if settings_file.is_file():
         settings = untrusted_files.read_json(settings_file)
         untrusted_files.refuse_outside_files(settings, settings_file)
@@ -125,7 +126,10 @@ def load(directory: Path) -> Tokenizer:
         probe.require_harmless(directory / "tokenizer.json", "cannot load the tokenizer")
     try:
         if has_config:
-            tokenizer = AutoTokenizer.from_pretrained(
+            loader: Any = PreTrainedTokenizerFast
+            if not _is_plain(settings, directory):
+                from transformers import AutoTokenizer as loader
+            tokenizer = loader.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
             if _loses_more_than_file(tokenizer, directory / "tokenizer.json"):
@@ -154,6 +158,22 @@ def load(directory: Path) -> Tokenizer:
         # Padding is masked everywhere, but the embedding reads it.
         return replace(result, pad_id=result.eos_ids[0])
     return result
+
+
+def _is_plain(settings: dict[str, Any], directory: Path) -> bool:
+    """Return True if `AutoTokenizer` would take `PreTrainedTokenizerFast`.
+
+    Importing it imports torch, too, where that is installed, which takes seconds. Models other than
+    Llamas may have another class than the one that their files name.
+    """
+    model = directory / "config.json"
+    return (
+        settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        and "auto_map" not in settings
+        and (directory / "tokenizer.json").is_file()
+        and model.is_file()
+        and untrusted_files.read_json(model).get("model_type") == "llama"
+    )
 
 
 def _processor_template(file: Path) -> str | None:

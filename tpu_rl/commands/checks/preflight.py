@@ -29,6 +29,7 @@ from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, S
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError, printable
+from tpu_rl.experience.config import DataConfig
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.rewards import registry
@@ -100,10 +101,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     if config.evaluation.apply_chat_template:
         wings.MODULES["harness"].require_chat_template(tokenizer)
     if config.agent and not tokenizer.has_chat_template:
-        warnings.append(
-            "the model has no chat template, so that agents can ask for completions only: every "
-            "request for a chat will fail; give --tokenizer.chat-template FILE"
-        )
+        require_texts(config.data)
     check_thoughts(config, tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
@@ -445,6 +443,17 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             several = (row for row in data.sample(train)[1:] if _has_several_answers(row))
             first_rows += itertools.islice(several, 1)
     return first_rows, warnings
+
+
+def require_texts(data_config: DataConfig) -> None:
+    """Raise InputError unless an agent's rows are plain texts, so that it asks for completions."""
+    if isinstance(data_config, FileData) and data_config.chat != "never":
+        raise InputError(
+            "the model has no chat template, so that every chat of the agent would fail",
+            where="--agent, --model.path",
+            fix="use a chat model, give --tokenizer.chat-template FILE, or say --data.chat never: "
+            "the agent asks for completions of texts only",
+        )
 
 
 def check_shares(files: FileData) -> None:

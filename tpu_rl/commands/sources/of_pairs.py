@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tpu_rl.experience import reference_log_probs
 from tpu_rl.experience.rows import dataset_identity, tasks
 from tpu_rl.experience.source import Source
 from tpu_rl.experience.sources import pairs
+from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params
 
@@ -46,7 +48,7 @@ def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
             config.rollout.dynamic_sampling_rounds,
             config.rollout.dynamic_sampling_size == "needed",
         )
-    given = require_pairs(config, context.language.tokenizer)
+    given = require_pairs(config, context.language.tokenizer, context.run_dir)
     stream = dataset_identity.make_stream(
         given.train,
         spec,
@@ -75,8 +77,12 @@ def whole_batches(rows: Sequence[Row], batch_size: int) -> Sequence[Row]:
     return data.take(rows, np.arange(count) % max(len(rows), 1))
 
 
-def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
+def given_pairs(
+    config: ExperimentConfig, tokenizer: Tokenizer, run_dir: Path | None = None
+) -> pairs.GivenPairs:
     """Return the pairs of the data that can be trained on, and those that cannot.
+
+    A run of an earlier version, which had checked all pairs of a large file, goes on to do so.
 
     Raises:
         InputError: if the data hold no pairs.
@@ -88,33 +94,42 @@ def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPa
             fix="give --data.path with columns prompt, chosen, rejected, "
             "or sample them: --algorithm.pairs reference",
         )
+    spec = config.algorithm.experience
+    in_full = run_dir is not None and processes.from_first(
+        lambda: dataset_identity.is_read_in_full(run_dir, spec)
+    )
     settings = (
         config.data,
-        config.algorithm.experience,
+        spec,
         config.evaluation.rows,
         config.sampling,
         config.batch,
+        in_full,
     )
     # Training, evaluations and the audit of a run ask for the same pairs.
     for last_tokenizer, last_settings, given in _LAST:
         if last_tokenizer is tokenizer and last_settings == settings:
             return given
     train, held_out = tasks.file_rows(*settings[:3])
+    if in_full:
+        train, held_out = (data.StoredRows(data.ReadInFull([rows])) for rows in (train, held_out))
     given = pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch)
     _LAST[:] = [(tokenizer, settings, given)]
     return given
 
 
-def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
+def require_pairs(
+    config: ExperimentConfig, tokenizer: Tokenizer, run_dir: Path | None = None
+) -> pairs.GivenPairs:
     """Return `given_pairs`, and print how many were dropped.
 
     Raises:
         InputError: if no training pair is left.
     """
-    given = given_pairs(config, tokenizer)
+    given = given_pairs(config, tokenizer, run_dir)
     for reason in given.reasons:
         count = sum(other == reason for _, other in given.dropped)
-        print(f"warning: {count} of {len(given.rows)} pairs dropped: {reason}", file=sys.stderr)
+        print(f"warning: {count} of {given.num_checked} pairs dropped: {reason}", file=sys.stderr)
     if not given.train:
         raise InputError(
             "no pair is left",

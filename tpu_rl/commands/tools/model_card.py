@@ -12,9 +12,8 @@ import yaml
 from tpu_rl import run_files
 from tpu_rl.algos import plugins
 from tpu_rl.commands import roles
-from tpu_rl.commands.config import ExperimentConfig, FileData
+from tpu_rl.commands.config import BUILTIN, ExperimentConfig, FileData
 from tpu_rl.commands.finish import evaluation_of, versions
-from tpu_rl.commands.roles import BUILTIN
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 """What ends the name of a file of rows. Names of the hub do not end like this."""

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,17 +208,33 @@ def drop_misfits(
             print(f"warning: {message}", file=sys.stderr)
         return fitting
 
-    def fits(row: Row, index: int) -> bool:
+    def misfit(row: Row) -> str:
         length = tokenizer.row_length(row)
-        if 0 < length <= max_prompt_tokens:
-            return True
-        _warn_once(
-            f"{data.where_of(rows, index)}: a prompt of {length} tokens, where 1 to "
-            f"{max_prompt_tokens} are allowed: the next row takes its place, here and in further "
-            "such rows"
-        )
-        return False
+        allowed = f"a prompt of {length} tokens, where 1 to {max_prompt_tokens} are allowed"
+        return "" if 0 < length <= max_prompt_tokens else allowed
 
+    return first_fitting(rows, misfit)
+
+
+def first_fitting(rows: Sequence[Row], misfit: Callable[[Row], str]) -> data.StoredRows:
+    """Return rows in which the next one takes the place of one with a `misfit`, when it is drawn.
+
+    Some row has none. The first row of each misfit is named in a warning.
+    """
+
+    def fits(row: Row, index: int) -> bool:
+        with data.naming_row(rows, index):
+            why = misfit(row)
+        if why and why not in warned:
+            warned.add(why)
+            print(
+                f"warning: {data.where_of(rows, index)}: {why}: the next row takes its place, "
+                "here and in further such rows",
+                file=sys.stderr,
+            )
+        return not why
+
+    warned: set[str] = set()
     return data.StoredRows(data.FirstFitting(rows, fits))
 
 

@@ -6,14 +6,16 @@ Sampled completions bring the log-probs of the policy that sampled them. For giv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tpu_rl import data
-from tpu_rl.data import Row
+from tpu_rl.data import Row, stored_rows
 from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
 from tpu_rl.experience.sources import pairing
 from tpu_rl.experience.sources.rollouts import batch_sampler
@@ -94,7 +96,9 @@ class GivenPairs:
     train: Sequence[Row]
     held_out: Sequence[Row]
     dropped: list[tuple[Row, str]]
-    """The other rows, each with the reason."""
+    """The other rows that were checked, each with the reason."""
+    num_checked: int
+    """The others are checked when they are drawn."""
     rows: Sequence[Row]
     """All rows, as the data bring them."""
 
@@ -118,19 +122,36 @@ def usable_pairs(
 ) -> GivenPairs:
     """Return the rows that fit the limits of tokens.
 
-    No completion is cut to fit: what decides between two solutions often stands at their end.
+    No completion is cut to fit: what decides between two solutions often stands at their end. Of
+    training rows that are checked when they are drawn, a sample is checked here, and the next one
+    takes the place of each that does not fit.
     """
     given = data.join(train, held_out)
-    reasons = []
-    for index, row in enumerate(given):
-        with data.naming_row(given, index):
-            reasons.append(_reason_to_drop(row, tokenizer, sampling, batch))
     numbered = data.with_number(given, "row")
-    usable = np.array([index for index, reason in enumerate(reasons) if not reason], np.int64)
+    misfit = functools.partial(_reason_to_drop, tokenizer=tokenizer, sampling=sampling, batch=batch)
+    is_sampled = stored_rows.checksums(train) is not None
+    of_train = stored_rows.sampled_indices(len(train)) if is_sampled else np.arange(len(train))
+    checked = np.concatenate([of_train, np.arange(len(train), len(given))])
+    dropped = []
+    usable = []
+    for index in checked.tolist():
+        row = numbered[index]
+        with data.naming_row(given, index):
+            reason = misfit(row)
+        if reason:
+            dropped.append((row, reason))
+        else:
+            usable.append(index)
+    fitting = np.array(usable, np.int64)
+    of_train = fitting[fitting < len(train)]
+    in_turn: Sequence[Row] = numbered.take(of_train)
+    if is_sampled and len(of_train):
+        in_turn = tasks.first_fitting(data.with_number(train, "row"), misfit)
     return GivenPairs(
-        train=numbered.take(usable[usable < len(train)]),
-        held_out=numbered.take(usable[usable >= len(train)]),
-        dropped=[(numbered[index], reason) for index, reason in enumerate(reasons) if reason],
+        train=in_turn,
+        held_out=numbered.take(fitting[fitting >= len(train)]),
+        dropped=dropped,
+        num_checked=len(checked),
         rows=given,
     )
 

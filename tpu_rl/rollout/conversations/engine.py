@@ -338,11 +338,14 @@ def _live_sampler(
     devices = slots.device_count(mesh)
     # The number of groups, and not of different prompts, so that each batch has the same programs.
     contexts = len(conversations) // config.samples_per_prompt
+    num_rows = config.rows_of_programs(len(conversations))
+    if config.shapes_of is not None and num_rows > len(conversations):
+        contexts = config.shapes_of[0]
     return ConversationSampler(
         decoding.policy.policy,
         decoding.policy.params(params),
         config,
-        num_slots=min(config.max_num_seqs, len(conversations)),
+        num_slots=min(config.max_num_seqs, num_rows),
         max_length=columns + config.max_new_tokens,
         prompt_length=columns,
         contexts_at_once=-(-contexts // devices),
