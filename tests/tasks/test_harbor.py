@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import sys
 import textwrap
@@ -12,6 +13,8 @@ import pytest
 from recipes import harbor_rows
 from tests.fixtures import sandboxes
 from tpu_rl import sandbox
+from tpu_rl.commands import config
+from tpu_rl.commands.checks import preflight
 from tpu_rl.environments import contract, named
 from tpu_rl.environments.contract import Fault
 from tpu_rl.environments.pool import EnvironmentPool
@@ -158,18 +161,50 @@ def test_a_reward_may_be_json_and_the_time_of_a_task_ends(tmp_path):
     ("line", "reason"),
     [
         ("RUN apt-get install -y jq", "line 3, RUN: exit"),
-        ("COPY --from=builder /a /b", "line 3, COPY: a confined machine cannot"),
         ("COPY nothing.txt /app/", "line 3, COPY: exit 1.*nothing.txt"),
         ("COPY ../tests /app/", "line 3, COPY: exit 1"),
+    ],
+)
+def test_what_a_confined_machine_cannot_do_is_a_fault(tmp_path, line, reason):
+    write_task(tmp_path / "t", dockerfile=f"FROM a\nWORKDIR /app\n{line}\n")
+    with pytest.raises(Fault, match=reason):
+        played(f"local:{tmp_path}", "t", [])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("COPY --from=builder /a /b", "line 3, COPY: a confined machine cannot"),
         ("RUN <<EOF", "line 3, RUN: a confined machine cannot"),
         ("USER app", "line 3, USER: a confined machine cannot"),
         ("FROM scratch", "several stages"),
     ],
 )
-def test_what_a_confined_machine_cannot_do_is_named(tmp_path, line, reason):
+def test_what_no_confined_machine_can_do_is_named_before_an_episode(tmp_path, line, reason):
     write_task(tmp_path / "t", dockerfile=f"FROM a\nWORKDIR /app\n{line}\n")
-    with pytest.raises(Fault, match=reason):
-        played(f"local:{tmp_path}", "t", [])
+    with pytest.raises(InputError, match="no task of the folder") as raised:
+        write_and_load(tmp_path)
+    assert re.search(reason, raised.value.why)
+
+
+def test_rows_of_tasks_that_cannot_be_done_are_refused_before_the_run(docker, tmp_path):
+    tasks = tmp_path / "tasks"
+    write_task(tasks / "good")
+    write_task(tasks / "windows", SETTINGS + 'os = "windows"\n')
+    rows = [{"prompt": "a", "harbor_task": name} for name in ("good", "windows", "other")]
+    file = tmp_path / "rows.jsonl"
+    flags = ["arithmetic_grpo", "--environment", f"harbor:{tasks}", "--batch.prompts=1"]
+    flags += ["--environment-limits.no-isolate", "--data.path", str(file)]
+    for left_out, message, why in (
+        (0, "2 rows, the first being row 1, whose `harbor_task` is 'windows'", "os = windows"),
+        (1, "1 rows, the first being row 1, whose `harbor_task` is 'other'", "no such value"),
+    ):
+        shown = [row for number, row in enumerate(rows) if number != left_out or not left_out]
+        file.write_text("".join(json.dumps(row) + "\n" for row in shown))
+        settings = config.parse(["grpo", *flags[1:]])
+        with pytest.raises(InputError, match=message) as raised:
+            preflight.check_rows(settings)
+        assert why in raised.value.why
 
 
 @sandboxes.confined
@@ -310,6 +345,17 @@ def test_a_task_that_allows_a_network_has_it_and_an_image_needs_no_build(docker,
     assert "--network" not in run
     assert "them/image" in run
     assert command[2:6] == ["-w", "/app", "-u", "me"]
+
+
+def test_a_container_that_does_not_start_says_why(docker, tmp_path):
+    write_task(tmp_path / "tasks" / "t", SETTINGS + 'docker_image = "them/image"\n')
+    program = docker / "bin" / "docker"
+    said = 'if word == "run":\n    sys.exit("pull: no such image\\nSee the manual.")\n'
+    program.write_text(program.read_text().replace('if word == "info"', f'{said}if word == "info"'))
+    with pytest.raises(
+        Fault, match=r"the container does not start: pull: no such image; See the manual\."
+    ):
+        played(tmp_path / "tasks", "t", [])
 
 
 def test_without_a_container_runtime_one_line_says_so(tmp_path, monkeypatch):

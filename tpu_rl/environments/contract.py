@@ -96,6 +96,9 @@ class Description(NamedTuple):
     """The columns that `reset` cannot do without."""
     is_resumable: bool = False
     """True if it has `__getstate__` and `__setstate__`."""
+    row_values: dict[str, dict[str, str]] = {}
+    """Column -> the values that rows may have -> why it takes no episode with one; "" if it does.
+    An environment that knows has it as an attribute."""
 
 
 def describe(instance: Any, where: str) -> Description:
@@ -117,11 +120,12 @@ def describe(instance: Any, where: str) -> Description:
     columns = _required(functions["reset"])
     is_resumable = {"__getstate__", "__setstate__"} <= functions.keys()
     name = environment.__name__
+    row_values = getattr(instance, "row_values", {})
     if _is_game(environment, functions):
-        return Description(name, "game", [], is_scored, columns, is_resumable)
+        return Description(name, "game", [], is_scored, columns, is_resumable, row_values)
     declared = getattr(environment, "tool_schemas", None)
     if declared is not None:
-        return Description(name, "tools", declared, is_scored, columns, is_resumable)
+        return Description(name, "tools", declared, is_scored, columns, is_resumable, row_values)
     tools = []
     for method, function in functions.items():
         if method.startswith("_") or method in ("reset", "get_reward"):
@@ -136,7 +140,7 @@ def describe(instance: Any, where: str) -> Description:
                 "its Google docstring with the section Args",
                 fix=f"add them, or rename the method to _{method}",
             ) from None
-    return Description(name, "tools", tools, is_scored, columns, is_resumable)
+    return Description(name, "tools", tools, is_scored, columns, is_resumable, row_values)
 
 
 def _is_game(environment: type, functions: Mapping[str, Callable[..., Any]]) -> bool:

@@ -435,6 +435,9 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
                 "each of the others when it is drawn",
                 file=sys.stderr,
             )
+        environment = compose.environment(config)
+        if environment is not None:
+            environment.pool.require_values([*sample, *held_out])
         is_prompt_all = not config.converses
         warnings += files.warnings(train, held_out, compares_prompts=is_prompt_all)
         first_rows += train[:1]

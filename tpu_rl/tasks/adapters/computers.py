@@ -78,9 +78,7 @@ class LocalComputer:
         Raises:
             Unsupported: if an instruction cannot be done.
         """
-        if (context / ".dockerignore").exists():
-            raise Unsupported(".dockerignore is not read")
-        script = as_script((context / "Dockerfile").read_text(encoding="utf-8"))
+        script = read_dockerfile(context)
         self._machine = Machine(memory_mb, disk_mb)
         self._cwd = "/"
         self._env: dict[str, str] = {}
@@ -116,6 +114,13 @@ class LocalComputer:
     def close(self) -> None:
         """End it."""
         self._machine.close()
+
+
+def read_dockerfile(context: Path) -> str:
+    """Return the Dockerfile of a folder as a script. Raises Unsupported if that cannot be."""
+    if (context / ".dockerignore").exists():
+        raise Unsupported(".dockerignore is not read")
+    return as_script((context / "Dockerfile").read_text(encoding="utf-8"))
 
 
 def as_script(text: str) -> str:
@@ -221,10 +226,11 @@ class Container:
         words = [engine, "run", "-i", "--rm", "--name", self._name, "--pids-limit", "4096"]
         words += [*options, image, "sh", "-c", "echo ready; exec cat"]
         pipe = subprocess.PIPE
-        self._main = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._main = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
         assert self._main.stdout is not None
         deadline = time.monotonic() + START_SECONDS
         line = b""
+        lines: list[bytes] = []
         # The image's own entry point may print before it.
         while line != b"ready\n":
             left = max(deadline - time.monotonic(), 0)
@@ -232,7 +238,9 @@ class Container:
             line = self._main.stdout.readline() if is_there else b""
             if not line:
                 self.close()
-                raise MachineLost(f"the container does not start: {shlex.join(words)}")
+                why = _shown(b"".join(lines)) or shlex.join(words)
+                raise MachineLost(f"the container does not start: {why}")
+            lines.append(line)
 
     def run(
         self, command: str, *, seconds: float, env: Mapping[str, str] | None = None, user: str = ""
@@ -247,7 +255,8 @@ class Container:
         )
         printed = _last_bytes(process, begun + seconds + GRACE_SECONDS)
         if self._main.poll() is not None:
-            raise MachineLost("the container has ended")
+            why = _shown(_last_bytes(self._main, begun)) or f"exit {self._main.returncode}"
+            raise MachineLost(f"the container has ended: {why}")
         is_late = time.monotonic() - begun >= seconds
         return CommandResult(process.returncode, printed.decode(errors="replace"), is_late)
 
@@ -271,6 +280,12 @@ class Container:
             self._main.kill()
             self._main.wait()
         self._main.stdout.close()
+
+
+def _shown(printed: bytes) -> str:
+    """Return the last three lines of what was printed, as one of at most 300 characters."""
+    lines = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
+    return "; ".join(lines[-3:])[-300:]
 
 
 def _last_bytes(process: subprocess.Popen[bytes], deadline: float) -> bytes:

@@ -18,7 +18,7 @@ import math
 import re
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,14 +112,27 @@ def read_tasks(folder: Path) -> dict[str, HarborTask | str]:
             why="neither it nor a folder in it has a task.toml",
             fix="name a task in Harbor's layout, or a folder of such tasks",
         )
-    return {path.resolve().name: _read(path.resolve()) for path in folders}
+    return {path.resolve().name: _read(path.resolve(), read_task) for path in folders}
 
 
-def _read(folder: Path) -> HarborTask | str:
+def _read(source: Any, read: Callable[[Any], HarborTask | str]) -> HarborTask | str:
+    """Return what `read` returns, or the reason why it fails."""
     try:
-        return read_task(folder)
+        return read(source)
     except (Unsupported, OSError, ValueError, TypeError, AttributeError) as error:
         return str(error)
+
+
+def _local(task: HarborTask | str) -> HarborTask | str:
+    """Return a task. Raises Unsupported if no confined machine can do it."""
+    if isinstance(task, str):
+        return task
+    if task.environment.get("docker_image"):
+        raise Unsupported(f"the image {task.image} needs a container runtime")
+    if {task.agent.get("user"), task.verifier.get("user")} - {None, "root", 0}:
+        raise Unsupported("a confined machine has no other users")
+    computers.read_dockerfile(task.folder / "environment")
+    return task
 
 
 def read_task(folder: Path) -> HarborTask:
@@ -177,6 +190,7 @@ class Runtime:
         self.engine = ""
         if self.is_local:
             sandbox.require()
+            self.tasks = {name: _read(task, _local) for name, task in self.tasks.items()}
         else:
             self.engine = computers.find_engine(f"--environment harbor:{name}")
 
@@ -197,10 +211,6 @@ class Runtime:
         workdir = task.environment.get("workdir") or ""
         memory_mb, disk_mb = task.megabytes("memory"), task.megabytes("storage")
         if self.is_local:
-            if task.environment.get("docker_image"):
-                raise Unsupported(f"the image {task.image} needs a container runtime")
-            if {task.agent.get("user"), task.verifier.get("user")} - {None, "root", 0}:
-                raise Unsupported("a confined machine has no other users")
             computer = LocalComputer(
                 task.folder / "environment",
                 workdir,
@@ -290,6 +300,11 @@ class Harbor:
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
+        self.row_values = {
+            "harbor_task": {
+                name: task if isinstance(task, str) else "" for name, task in runtime.tasks.items()
+            }
+        }
         self._computer: Computer | None = None
 
     def reset(self, harbor_task: str, call_seconds: float) -> None:
