@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures import several
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
-from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.checkpoint.run_folder import RunFolder
 from tpu_rl.commands import compose, micro_batches, run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig

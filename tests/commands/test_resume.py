@@ -12,7 +12,7 @@ import pytest
 
 from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
 from tpu_rl.checkpoint import train_state_io
-from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.checkpoint.run_folder import RunFolder
 from tpu_rl.commands import config, run, saved_run
 from tpu_rl.commands.tools import report, run_checks, verify
 from tpu_rl.errors import InputError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.runs import TINY, digest, rows_of
-from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.checkpoint.run_folder import RunFolder
 from tpu_rl.commands import config, roles, run
 from tpu_rl.commands.tools import dry_run
 from tpu_rl.errors import InputError

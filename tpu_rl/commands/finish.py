@@ -17,7 +17,7 @@ import jax
 import tpu_rl
 from tpu_rl import metrics, models, run_files, wings
 from tpu_rl.checkpoint import digests, manifests
-from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.checkpoint.run_folder import RunFolder
 from tpu_rl.commands import compose, roles, stages
 from tpu_rl.commands.config import FileData
 from tpu_rl.commands.roles import RunContext

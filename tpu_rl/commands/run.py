@@ -27,7 +27,8 @@ from jax.sharding import Mesh
 
 from tpu_rl import metrics, run_files, wings
 from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_io
-from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
+from tpu_rl.checkpoint.run_dir import open_run_folder
+from tpu_rl.checkpoint.run_folder import RunFolder
 from tpu_rl.commands import compose, evaluators, finish, micro_batches, roles, stages
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.checks import preflight
