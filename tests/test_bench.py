@@ -1,5 +1,6 @@
 """Scripts of bench/ keep up with the code."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,20 @@ def test_methods_of_each_kind_take_a_step(tmp_path):
     assert ended.returncode == 0, ended.stderr[-2000:]
     lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 + len(methods)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_errors_of_log_probs_are_put_in_and_cured(tmp_path):
+    script = BENCH / "mismatch.py"
+    names = ["0, none", "0.08, recomputed"]
+    command = [sys.executable, str(script), "--small", "--to", str(tmp_path), "--arms", *names]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    gaps = [json.loads(line)["gap"] for line in lines]
+    assert gaps[0] < 1e-4
+    assert 0.07 < gaps[1] < 0.09
 
 
 @pytest.mark.nightly
