@@ -24,7 +24,7 @@ CHUNK_TOKENS = 2048
 
 A smaller number saves nothing on a mesh, where each chunk gathers the unembedding and adds up its
 gradient over all devices. With a sixteenth of this number, that part of an 8B model's update took
-18 times as long on 16 chips, and its memory was a third larger (docs/scaling.md).
+18 times as long on 16 chips, and its memory was a third larger (docs/benchmarks/scaling.md).
 """
 
 CHUNK_BYTES = 2**29
