@@ -167,10 +167,18 @@ def test_rewards_of_turns_are_on_their_last_actions(games):
     roles = [message["role"] for message in record["messages"]]
     assert roles[:3] == ["assistant", "user", "assistant"]
     assert record["episode"]["turns"] == 4
-    assert record["seconds"].keys() == scored.episodes.seconds.keys() >= {"policy"}
-    assert all(value >= 0 for value in record["seconds"].values())
-    assert record["seconds"].keys() == scored.episodes.seconds.keys() >= {"policy"}
-    assert all(value >= 0 for value in record["seconds"].values())
+    kinds = [kind for kind, _ in record["seconds"]]
+    # Turns of the policy stand between answers of the game.
+    assert kinds[0] == "reset"
+    assert kinds[1::2] == ["policy"] * len(kinds[1::2])
+    assert set(kinds) <= scored.episodes.seconds.keys()
+    assert all(value >= 0 for _, value in record["seconds"])
+    kinds = [kind for kind, _ in record["seconds"]]
+    # Turns of the policy stand between answers of the game.
+    assert kinds[0] == "reset"
+    assert kinds[1::2] == ["policy"] * len(kinds[1::2])
+    assert set(kinds) <= scored.episodes.seconds.keys()
+    assert all(value >= 0 for _, value in record["seconds"])
 
 
 def test_reward_functions_add_to_the_environments(games):

@@ -58,6 +58,10 @@ class History(list[int]):
     """Token ids that stand in place of everything before, because the template rewrote it."""
 
 
+LEAST_WAIT = 1e-4
+"""Seconds. Two questions in a row, and answers of a log, take less."""
+
+
 class EpisodeResult(NamedTuple):
     """What became of an episode. JSON can write it."""
 
@@ -80,8 +84,8 @@ class EpisodeResult(NamedTuple):
     """The environment's public attributes at the end."""
     images: list[bytes] = []
     """The images that the environment showed, as files."""
-    seconds: dict[str, float] = {}
-    """Kind of wait -> seconds, as in `EpisodeOutcomes`."""
+    waits: list[tuple[str, float]] = []
+    """As in `EpisodeOutcomes`."""
 
     @property
     def turns(self) -> int:
@@ -128,10 +132,10 @@ class _Episode:
     """When it began to wait for what it waits for."""
 
     def has_waited_for(self, what: str) -> None:
-        """Count the time since the last call."""
+        """Note the time since the last call, if it was more than that between two lines of code."""
         now = time.perf_counter()
-        seconds = self.log.seconds
-        seconds[what] = seconds.get(what, 0.0) + now - (self.since or now)
+        if self.since and now - self.since > LEAST_WAIT:
+            self.log.waits.append((what, now - self.since))
         self.since = now
 
 
@@ -347,7 +351,7 @@ class Episodes:
             errors=episode.errors,
             observation_tokens=episode.observation_tokens,
             state=episode.state,
-            seconds=episode.log.seconds,
+            waits=episode.log.waits,
         )
 
     # --- what begins ---
