@@ -168,15 +168,7 @@ def test_rewards_of_turns_are_on_their_last_actions(games):
     assert roles[:3] == ["assistant", "user", "assistant"]
     assert record["episode"]["turns"] == 4
     kinds = [kind for kind, _ in record["seconds"]]
-    # Turns of the policy stand between answers of the game.
-    assert kinds[0] == "reset"
-    assert kinds[1::2] == ["policy"] * len(kinds[1::2])
-    assert set(kinds) <= scored.episodes.seconds.keys()
-    assert all(value >= 0 for _, value in record["seconds"])
-    kinds = [kind for kind, _ in record["seconds"]]
-    # Turns of the policy stand between answers of the game.
-    assert kinds[0] == "reset"
-    assert kinds[1::2] == ["policy"] * len(kinds[1::2])
+    assert kinds == ["reset", *["policy", "step"] * 4, "reward"]
     assert set(kinds) <= scored.episodes.seconds.keys()
     assert all(value >= 0 for _, value in record["seconds"])
 

@@ -69,15 +69,16 @@ def _episodes_to_json(episodes: EpisodeOutcomes) -> dict[str, Any]:
 
 
 def _episodes_from_json(values: dict[str, Any]) -> EpisodeOutcomes:
-    arrays: dict[str, Any] = {
+    arrays = {
         "rewards": _array_from_json(values["rewards"]),
         "turn_rewards": _array_from_json(values["turn_rewards"]),
         "counts": {name: _array_from_json(counts) for name, counts in values["counts"].items()},
         "images": [[base64.b64decode(image) for image in shown] for shown in values["images"]],
     }
     # Earlier versions kept no order of waits.
-    kept = {name: value for name, value in values.items() if name != "seconds"}
-    return EpisodeOutcomes(**({"waits": [[] for _ in values["names"]]} | kept | arrays))
+    kept: dict[str, Any] = {"waits": [[] for _ in values["names"]]} | values | arrays
+    kept.pop("seconds", None)
+    return EpisodeOutcomes(**kept)
 
 
 def _episode_rows_to_json(rows: EpisodeRows) -> dict[str, Any]:

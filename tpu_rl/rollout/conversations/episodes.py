@@ -58,10 +58,6 @@ class History(list[int]):
     """Token ids that stand in place of everything before, because the template rewrote it."""
 
 
-LEAST_WAIT = 1e-4
-"""Seconds. Two questions in a row, and answers of a log, take less."""
-
-
 class EpisodeResult(NamedTuple):
     """What became of an episode. JSON can write it."""
 
@@ -132,10 +128,9 @@ class _Episode:
     """When it began to wait for what it waits for."""
 
     def has_waited_for(self, what: str) -> None:
-        """Note the time since the last call, if it was more than that between two lines of code."""
+        """Note the time since the last call."""
         now = time.perf_counter()
-        if self.since and now - self.since > LEAST_WAIT:
-            self.log.waits.append((what, now - self.since))
+        self.log.waits.append((what, now - self.since))
         self.since = now
 
 
@@ -293,6 +288,7 @@ class Episodes:
             stopped: whether it ended by itself. Otherwise it was cut off at a limit.
         """
         episode = self._episodes[row]
+        episode.has_waited_for("policy")
         if episode.fault:
             # Its reset failed, so nothing can be asked of it.
             text = self._tokenizer.decode(token_ids)
@@ -408,7 +404,6 @@ class Episodes:
         self._wait_for(episode, ask, self._answer_to(episode, ask, question))
 
     def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
-        episode.has_waited_for("policy")
         episode.waits_for = ask
         episode.pending = future
 
