@@ -415,9 +415,25 @@ def test_completions_whose_tokens_have_no_numbers_have_a_page_with_the_time_of_e
     assert len(re.findall(r'id="step-1-[0-9]+"', text)) == 64
     last = page_of(text, "step-1-63")
     assert "<h3>Time, 6 s</h3>" in last
-    assert '<rect class="c1" x="25.00" width="75.00" height="4"/>' in last
+    assert '<rect class="c1" x="25.00" width="75.00" height="4">' in last
     assert "policy 1.5 s</span>" in last
     assert "&lt;tools&gt; 4.5 s</span>" in last
+
+
+def test_the_time_of_an_episode_has_a_line_for_each_turn(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    waits = [["reset", 1], ["policy", 2], ["call", 3], ["policy", 1], ["reward", 1], ["policy", 0]]
+    write_lines(folder / "samples.jsonl", [sample(1, 0, 1) | {"seconds": waits}])
+    shown = page_of(page(folder), "step-1-0")
+    assert "<h3>Time by turn, 8 s</h3>" in shown
+    lines = re.findall(r'<svg viewBox="0 0 100 4" class="waits">.*?</svg>', shown)
+    assert [re.findall("<title>(.*?)</title>", line) for line in lines] == [
+        ["reset 1 s"],
+        ["policy 2 s", "call 3 s"],
+        ["policy 1 s", "reward 1 s"],
+    ]
+    assert 'class="c1" x="75.00" width="12.50"' in lines[2]
+    assert "policy 3 s</span>" in shown
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_an_episode_goes_on_and_nothing_is_asked_twice(is_killed):
     log, read, result = go_on(pool, log, ["end"])
     assert ASKED == ["reward"]
     assert read == whole_read
-    assert result._replace(seconds={}) == whole._replace(seconds={})
+    assert result._replace(waits=[]) == whole._replace(waits=[])
     # It may wait for others of its group, and then is asked for nothing.
     _, read, result = go_on(pool, stored(log), [])
     assert ASKED == []

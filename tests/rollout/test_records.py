@@ -127,7 +127,7 @@ def test_times_of_episodes_are_percentiles():
         messages=[[]] * 4,
         states=[{}] * 4,
         counts={"turns": np.ones(4, int)},
-        seconds={"policy": np.array([1.0, 2.0, 3.0, 11.0])},
+        waits=[[("policy", first), ("policy", 1.0)] for first in (0.0, 1.0, 2.0, 10.0)],
     )
     scored = score_prompts(["12", "34"], {"digit": digit}, group_size=2)
     row = records.metrics(replace(scored, episodes=outcomes))

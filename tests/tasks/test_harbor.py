@@ -102,6 +102,7 @@ def test_a_confined_machine_does_a_dockerfile_and_the_tests_judge(tmp_path):
     assert contract.reward(environment) == 0.0
 
 
+@pytest.mark.slow
 @sandboxes.confined
 def test_through_workers_the_model_has_one_tool_and_rows_name_the_task(tmp_path):
     write_task(tmp_path / "greeting")
@@ -126,7 +127,9 @@ def test_through_workers_the_model_has_one_tool_and_rows_name_the_task(tmp_path)
         ("#!/bin/bash\necho good > /logs/verifier/reward.txt\n", "no number"),
         ("#!/bin/bash\necho nan > /logs/verifier/reward.txt\n", "no number"),
         ('#!/bin/bash\necho \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json\n', "no number"),
-        ("#!/bin/bash\nsleep 9\n", "do not end within 1 s"),
+        pytest.param(
+            "#!/bin/bash\nsleep 9\n", "do not end within 1 s", marks=pytest.mark.slow, id="late"
+        ),
     ],
 )
 def test_tests_without_a_verdict_are_a_fault_and_no_zero(tmp_path, test, reason):
@@ -136,6 +139,7 @@ def test_tests_without_a_verdict_are_a_fault_and_no_zero(tmp_path, test, reason)
         contract.reward(environment)
 
 
+@pytest.mark.slow
 @sandboxes.confined
 def test_what_a_model_leaves_is_no_verdict(tmp_path):
     write_task(tmp_path / "t", test="#!/bin/bash\n. /tests/helper.sh\n")
@@ -147,6 +151,7 @@ def test_what_a_model_leaves_is_no_verdict(tmp_path):
         contract.reward(environment)
 
 
+@pytest.mark.slow
 @sandboxes.confined
 def test_a_reward_may_be_json_and_the_time_of_a_task_ends(tmp_path):
     test = '#!/bin/bash\necho \'{"reward": 0.25, "style": 1}\' > /logs/verifier/reward.json\n'
@@ -207,6 +212,7 @@ def test_rows_of_tasks_that_cannot_be_done_are_refused_before_the_run(docker, tm
         assert why in raised.value.why
 
 
+@pytest.mark.slow
 @sandboxes.confined
 def test_rows_are_those_of_tasks_whose_solution_earns_more(tmp_path, capsys):
     write_task(tmp_path / "good")
@@ -227,6 +233,7 @@ def test_rows_are_those_of_tasks_whose_solution_earns_more(tmp_path, capsys):
     assert row["prompt"][0]["content"].startswith("Write the greeting")
 
 
+@pytest.mark.slow
 @sandboxes.confined
 def test_a_machine_confines_what_runs_in_it():
     machine = sandbox.Machine(disk_mb=16)
@@ -314,6 +321,7 @@ def calls_of(docker):
     return [json.loads(line) for line in (docker / "calls").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_container_builds_runs_and_judges(docker, tmp_path, capsys):
     tasks = tmp_path / "tasks"
     write_task(tasks / "t", SETTINGS + '[environment.env]\nGREETING = "hello there"\n')

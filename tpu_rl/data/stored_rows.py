@@ -398,12 +398,12 @@ class StoredRows(Sequence[Row]):
 
     def part_numbers(self) -> np.ndarray:
         """Return [rows] int; see the function of this name."""
-        return part_numbers(self._source)[np.asarray(self._indices)]
+        return part_numbers(self._source)[np.asarray(self._indices, np.int64)]
 
     def checksums(self) -> np.ndarray | None:
         """Return [rows] uint64 or None; see the function of this name."""
         of_source = checksums(self._source)
-        return None if of_source is None else of_source[np.asarray(self._indices)]
+        return None if of_source is None else of_source[np.asarray(self._indices, np.int64)]
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -20,7 +20,7 @@ from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Experience, Pairs, Params
 
 ROWS_AT_ONCE = 1024
-MAX_ROWS = 4096
+MAX_ROWS = 1024
 """Training rows whose lengths are counted, evenly spaced among all."""
 """Rows that are encoded at once where only their lengths count."""
 

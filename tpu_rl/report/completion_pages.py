@@ -44,6 +44,8 @@ TOKENS_OF_COMPLETION = 500
 """Tokens with numbers of a completion, at most."""
 MAX_STEP_BYTES = 1 << 22
 """A step whose rows take more is read up to here."""
+MAX_TURNS = 64
+"""Lines of the time of an episode; the last one has the further turns."""
 CHARACTERS_IN_LIST = 160
 CHARACTERS_FOUND = 80
 TAGS = ("by", "source", "label", "error")
@@ -448,21 +450,35 @@ def _timeline(messages: Any) -> str:
 
 
 def _waits(seconds: Any) -> str:
-    """Draw the seconds of an episode by kind of work: a bar with a legend, as HTML."""
-    if not isinstance(seconds, dict):
-        return ""
-    waits = {str(name): value for name, value in seconds.items() if _is_number(value) and value > 0}
-    total = sum(waits.values())
+    """Draw what an episode waited for, a line for each turn of the policy, with a legend, as HTML.
+
+    `seconds` are pairs (kind of work, seconds) in their order, or their sums by kind.
+    """
+    is_ordered = isinstance(seconds, list)
+    pairs = seconds if is_ordered else [*seconds.items()] if isinstance(seconds, dict) else []
+    waits = [(str(kind), value) for kind, value in pairs if _is_number(value) and value > 0]
+    totals: dict[str, float] = {}
+    for kind, value in waits:
+        totals[kind] = totals.get(kind, 0.0) + value
+    total = sum(totals.values())
+    colors = {kind: f"c{index % 6}" for index, kind in enumerate(totals)}
     start = 0.0
-    bars = []
-    keys = []
-    for index, (name, value) in enumerate(waits.items()):
+    lines = [""]
+    for kind, value in waits:
+        if is_ordered and kind == "policy" and lines[-1] and len(lines) < MAX_TURNS:
+            lines.append("")
         width = 100 * value / total
-        bars.append(f'<rect class="c{index % 6}" x="{start:.2f}" width="{width:.2f}" height="4"/>')
-        keys.append(f'<span class="key c{index % 6}">{html.escape(name)} {value:.3g} s</span>')
+        shown = f"<title>{html.escape(kind)} {value:.3g} s</title>"
+        place = f'x="{start:.2f}" width="{width:.2f}"'
+        lines[-1] += f'<rect class="{colors[kind]}" {place} height="4">{shown}</rect>'
         start += width
-    drawing = f'<svg viewBox="0 0 100 4" class="waits">{"".join(bars)}</svg>'
-    return f'<h3>Time, {total:.3g} s</h3>{drawing}<div class="keys">{"".join(keys)}</div>'
+    drawing = "".join(f'<svg viewBox="0 0 100 4" class="waits">{bars}</svg>' for bars in lines)
+    keys = "".join(
+        f'<span class="key {colors[kind]}">{html.escape(kind)} {value:.3g} s</span>'
+        for kind, value in totals.items()
+    )
+    title = f"Time by turn, {total:.3g} s" if len(lines) > 1 else f"Time, {total:.3g} s"
+    return f'<h3>{title}</h3>{drawing}<div class="keys">{keys}</div>' if waits else ""
 
 
 def _navigation(links: Sequence[str]) -> str:

@@ -214,11 +214,7 @@ def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes |
             name: np.concatenate([episodes.counts[name] for episodes in known])
             for name in known[0].counts
         },
-        seconds={
-            name: np.concatenate([episodes.seconds[name] for episodes in known])
-            for name in known[0].seconds.keys()
-            & set.intersection(*(set(episodes.seconds) for episodes in known))
-        },
+        waits=[waits for episodes in known for waits in episodes.waits],
         images=[images for episodes in known for images in episodes.images],
         idle_seconds=sum(episodes.idle_seconds for episodes in known),
     )

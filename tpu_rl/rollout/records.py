@@ -148,9 +148,9 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
     A completion that is not scored has the reason in `error`, and one whose reward is explained in
     `reason`. One that the policy did not write has its `source`: expert, hint or replay. A
     conversation with an environment has its `messages`, its numbers of turns, calls, errors and
-    read tokens in `episode`, and in `seconds` the time that it waited for each kind of work. One
-    about images has them in `images`, and the last coordinates that the completion and the answer
-    of the data give in `marks`.
+    read tokens in `episode`, and in `seconds` its waits in their order, [kind of work, seconds].
+    One about images has them in `images`, and the last coordinates that the completion and the
+    answer of the data give in `marks`.
     """
     objects = []
     judged = is_judged(scored)
@@ -172,8 +172,8 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
             record["messages"] = scored.episodes.messages[row]
             counts = scored.episodes.counts
             record["episode"] = {name: int(values[row]) for name, values in counts.items()}
-            waits = scored.episodes.seconds
-            record["seconds"] = {name: round(float(of[row]), 4) for name, of in waits.items()}
+            waits = scored.episodes.waits[row] if scored.episodes.waits else []
+            record["seconds"] = [[kind, round(seconds, 4)] for kind, seconds in waits]
         data_row = scored.rows[groups[row]]
         of_episodes = [] if scored.episodes is None else scored.episodes.images
         of_episode = of_episodes[row] if of_episodes else []

@@ -64,7 +64,6 @@ def _episodes_to_json(episodes: EpisodeOutcomes) -> dict[str, Any]:
         "rewards": _array_to_json(episodes.rewards),
         "turn_rewards": _array_to_json(episodes.turn_rewards),
         "counts": {name: _array_to_json(counts) for name, counts in episodes.counts.items()},
-        "seconds": {name: _array_to_json(values) for name, values in episodes.seconds.items()},
         "images": [[base64.b64encode(i).decode() for i in shown] for shown in episodes.images],
     }
 
@@ -74,12 +73,12 @@ def _episodes_from_json(values: dict[str, Any]) -> EpisodeOutcomes:
         "rewards": _array_from_json(values["rewards"]),
         "turn_rewards": _array_from_json(values["turn_rewards"]),
         "counts": {name: _array_from_json(counts) for name, counts in values["counts"].items()},
-        "seconds": {
-            name: _array_from_json(seconds) for name, seconds in values.get("seconds", {}).items()
-        },
         "images": [[base64.b64decode(image) for image in shown] for shown in values["images"]],
     }
-    return EpisodeOutcomes(**(values | arrays))
+    # Earlier versions kept no order of waits.
+    kept: dict[str, Any] = {"waits": [[] for _ in values["names"]]} | values | arrays
+    kept.pop("seconds", None)
+    return EpisodeOutcomes(**kept)
 
 
 def _episode_rows_to_json(rows: EpisodeRows) -> dict[str, Any]:

@@ -69,9 +69,18 @@ class EpisodeOutcomes:
     """The images that the environment showed in each episode, as files; empty if it shows none."""
     idle_seconds: float = 0.0
     """Time in which nothing was decoded, because all episodes waited for tools or agents."""
-    seconds: dict[str, np.ndarray] = field(default_factory=dict)
-    """Kind of wait -> [N] seconds of each episode: "policy" (in the queue and decoding),
-    "reset", "call" and "step" (tools and games), "reward", "agent"."""
+    waits: list[list[tuple[str, float]]] = field(default_factory=list)
+    """(kind, seconds) of the waits of each episode in their order: "policy" (in the queue and
+    decoding), "reset", "call" and "step" (tools and games), "reward", "agent"."""
+
+    @property
+    def seconds(self) -> dict[str, np.ndarray]:
+        """Kind of wait -> [N] seconds of each episode."""
+        kinds = sorted({kind for waits in self.waits for kind, _ in waits})
+        return {
+            kind: np.array([sum(time for name, time in of if name == kind) for of in self.waits])
+            for kind in kinds
+        }
 
     def take(self, rows: np.ndarray) -> EpisodeOutcomes:
         """Return some of the episodes."""
@@ -84,7 +93,7 @@ class EpisodeOutcomes:
             messages=[self.messages[row] for row in rows],
             states=[self.states[row] for row in rows],
             counts={name: values[rows] for name, values in self.counts.items()},
-            seconds={name: values[rows] for name, values in self.seconds.items()},
+            waits=[self.waits[row] for row in rows] if self.waits else [],
             images=[self.images[row] for row in rows] if self.images else [],
         )
 

@@ -108,7 +108,7 @@ class Outcome(NamedTuple):
     calls: int
     is_truncated: bool
     """It failed after its conversation had filled the room for tokens."""
-    seconds: dict[str, float]
+    waits: list[tuple[str, float]]
     """As in `EpisodeOutcomes`."""
 
 
@@ -263,9 +263,8 @@ class _AgentEngine:
             content = self._scorer.tokenizer.decode(token_ids)
             messages = [{"role": "assistant", "content": content}]
         calls = len(account.record.calls)
-        policy = account.policy_seconds
-        seconds = {"policy": policy, "agent": time.perf_counter() - account.began - policy}
-        return Outcome(branches, reward, fault, messages, calls, is_truncated, seconds)
+        account.has_waited_for("agent")
+        return Outcome(branches, reward, fault, messages, calls, is_truncated, account.waits)
 
     def _first_prompt(self, row: Row, images: ImageTable | None) -> list[int] | None:
         """Return the ids of the row's prompt, if they can be told."""
@@ -354,10 +353,7 @@ class _AgentEngine:
             messages=[outcome.messages for outcome in outcomes],
             states=[{} for _ in outcomes],
             idle_seconds=idle_seconds,
-            seconds={
-                name: np.array([outcome.seconds[name] for outcome in outcomes])
-                for name in ("policy", "agent")
-            },
+            waits=[outcome.waits for outcome in outcomes],
             counts={
                 "turns": np.array([outcome.calls for outcome in outcomes]),
                 "branches": counts,

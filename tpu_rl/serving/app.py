@@ -130,10 +130,15 @@ class EpisodeAccount(Account):
         self._when = 0
         self.is_over = False
         """True once the episode is over. Later turns are not recorded."""
-        self.began = time.perf_counter()
-        self.policy_seconds = 0.0
-        """Time in which calls were under way."""
-        self._asked_at = 0.0
+        self.waits: list[tuple[str, float]] = []
+        """(kind, seconds) so far: "policy" while calls were under way, and "agent"."""
+        self._since = time.perf_counter()
+
+    def has_waited_for(self, kind: str) -> None:
+        """Note the time since the last call."""
+        now = time.perf_counter()
+        self.waits.append((kind, now - self._since))
+        self._since = now
 
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         if not self._is_strict:
@@ -162,7 +167,7 @@ class EpisodeAccount(Account):
             )
         if not self._num_running:
             self._when += 1
-            self._asked_at = time.perf_counter()
+            self.has_waited_for("agent")
         self._num_running += 1
         repeats = self._calls[tuple(prompt)]
         self._calls[tuple(prompt)] += 1
@@ -173,7 +178,7 @@ class EpisodeAccount(Account):
     def end(self, call: OpenCall, turn: Turn | None) -> None:
         self._num_running -= 1
         if not self._num_running:
-            self.policy_seconds += time.perf_counter() - self._asked_at
+            self.has_waited_for("policy")
         if turn is not None and not self.is_over:
             self.record.calls.append(Call(call.when, call.prompt, call.repeats, turn))
 

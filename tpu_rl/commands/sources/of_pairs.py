@@ -104,11 +104,11 @@ def given_pairs(
         config.evaluation.rows,
         config.sampling,
         config.batch,
-        in_full,
     )
     # Training, evaluations and the audit of a run ask for the same pairs.
     for last_tokenizer, last_settings, given in _LAST:
-        if last_tokenizer is tokenizer and last_settings == settings:
+        has_all = not in_full or given.num_checked == len(given.rows)
+        if last_tokenizer is tokenizer and last_settings == settings and has_all:
             return given
     train, held_out = tasks.file_rows(*settings[:3])
     if in_full:

@@ -86,6 +86,10 @@ def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
     return Source(draw, stream.get_state, stream.set_state)
 
 
+ENCODED_SHARE = 4
+"""Of the sample of a large file, one in so many pairs is encoded before the first step."""
+
+
 @dataclass(frozen=True)
 class GivenPairs:
     """The rows of given pairs that can be trained on.
@@ -130,7 +134,9 @@ def usable_pairs(
     numbered = data.with_number(given, "row")
     misfit = functools.partial(_reason_to_drop, tokenizer=tokenizer, sampling=sampling, batch=batch)
     is_sampled = stored_rows.checksums(train) is not None
-    of_train = stored_rows.sampled_indices(len(train)) if is_sampled else np.arange(len(train))
+    of_train = np.arange(len(train))
+    if is_sampled:
+        of_train = stored_rows.sampled_indices(len(train))[::ENCODED_SHARE]
     checked = np.concatenate([of_train, np.arange(len(train), len(given))])
     dropped = []
     usable = []

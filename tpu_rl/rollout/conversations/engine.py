@@ -440,8 +440,5 @@ def _outcomes(
             "errors": np.array([result.errors for result in ordered]),
             "observation_tokens": np.array([text.num_observed for text in conversations]),
         },
-        seconds={
-            name: np.array([result.seconds.get(name, 0.0) for result in ordered])
-            for name in sorted({name for result in ordered for name in result.seconds})
-        },
+        waits=[result.waits for result in ordered],
     )

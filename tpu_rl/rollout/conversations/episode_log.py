@@ -47,7 +47,7 @@ class EpisodeLog:
     """[2] uint32: the random key of its tokens."""
     turns: list[LoggedTurn] = field(default_factory=list)
     answers: list[LoggedAnswer] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    waits: list[tuple[str, float]] = field(default_factory=list)
     """As in `EpisodeOutcomes`."""
     pool_id: int | None = None
     """The number of the episode in this process's pool. None: its environment is not here."""
@@ -61,7 +61,7 @@ class EpisodeLog:
 
     def copy(self) -> EpisodeLog:
         """Return the log as it is now."""
-        return replace(self, turns=[*self.turns], answers=[*self.answers], seconds={**self.seconds})
+        return replace(self, turns=[*self.turns], answers=[*self.answers], waits=[*self.waits])
 
     def lost_state(self) -> Any:
         """Return the state that a new environment needs; None if it needs none.
@@ -90,7 +90,7 @@ class EpisodeLog:
             "answers": [
                 [answer.to, _reply_to_json(answer.reply.result())] for answer in self.answers
             ],
-            "seconds": self.seconds,
+            "waits": self.waits,
         }
 
 
@@ -115,7 +115,7 @@ def from_json(values: dict[str, Any]) -> EpisodeLog:
         answers=[
             LoggedAnswer(to, answered(_reply_from_json(reply))) for to, reply in values["answers"]
         ],
-        seconds=values["seconds"],
+        waits=[(kind, seconds) for kind, seconds in values.get("waits", ())],
     )
 
 

@@ -80,8 +80,8 @@ class EpisodeResult(NamedTuple):
     """The environment's public attributes at the end."""
     images: list[bytes] = []
     """The images that the environment showed, as files."""
-    seconds: dict[str, float] = {}
-    """Kind of wait -> seconds, as in `EpisodeOutcomes`."""
+    waits: list[tuple[str, float]] = []
+    """As in `EpisodeOutcomes`."""
 
     @property
     def turns(self) -> int:
@@ -128,10 +128,9 @@ class _Episode:
     """When it began to wait for what it waits for."""
 
     def has_waited_for(self, what: str) -> None:
-        """Count the time since the last call."""
+        """Note the time since the last call."""
         now = time.perf_counter()
-        seconds = self.log.seconds
-        seconds[what] = seconds.get(what, 0.0) + now - (self.since or now)
+        self.log.waits.append((what, now - self.since))
         self.since = now
 
 
@@ -289,6 +288,7 @@ class Episodes:
             stopped: whether it ended by itself. Otherwise it was cut off at a limit.
         """
         episode = self._episodes[row]
+        episode.has_waited_for("policy")
         if episode.fault:
             # Its reset failed, so nothing can be asked of it.
             text = self._tokenizer.decode(token_ids)
@@ -347,7 +347,7 @@ class Episodes:
             errors=episode.errors,
             observation_tokens=episode.observation_tokens,
             state=episode.state,
-            seconds=episode.log.seconds,
+            waits=episode.log.waits,
         )
 
     # --- what begins ---
@@ -404,7 +404,6 @@ class Episodes:
         self._wait_for(episode, ask, self._answer_to(episode, ask, question))
 
     def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
-        episode.has_waited_for("policy")
         episode.waits_for = ask
         episode.pending = future
 
