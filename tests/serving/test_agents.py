@@ -1,6 +1,9 @@
 """Agents: programs in other processes that talk to the policy, and the rollouts of what they do."""
 
+import asyncio
+import contextlib
 import dataclasses
+import itertools
 import json
 import subprocess
 import time
@@ -12,13 +15,18 @@ import numpy as np
 import pytest
 
 from tests.fixtures import several
+from tests.fixtures.runs import TINY, digest, rows_of
+from tpu_rl import tokenizers
 from tpu_rl.commands import compose, config
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import from_scored
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rollout import records
 from tpu_rl.rollout.engine import RolloutRequest
+from tpu_rl.sampler import Turn
 from tpu_rl.serving import agents
+from tpu_rl.serving.app import EpisodeAccount
+from tpu_rl.serving.protocol import Options
 from tpu_rl.train import packing
 
 AGENTS = '''
@@ -201,6 +209,128 @@ def test_rows_of_a_group_share_what_comes_before_their_first_actions():
     rollout = agents.to_rollout([[branch, other], [branch]], keys, 2, 4, 0, 0)
     assert rollout.parent.tolist() == [0, 0, 0]
     assert rollout.shared.tolist() == [0, 1, 1]
+
+
+PARTIAL = """
+import random
+import time
+
+def uneven(row, base_url, api_key):
+    \"""Asks one to five times, and notes what it does in a file beside this one.\"""
+    calls = 1 + sum(map(ord, row["prompt"])) % 5
+    with open(__file__ + ".txt", "a") as file:
+        file.write("begin\\n")
+    prompt = row["prompt"]
+    total = 0
+    for call in range(calls):
+        answer = ask(base_url, api_key, prompt=prompt, max_tokens=5)
+        time.sleep(random.choice([0, 0.1]))
+        prompt += f"={len(answer)};"
+        total += sum(answer)
+    if calls == 4:
+        raise OSError("the network is down")
+    return float(total % 3)
+
+def moody(row, base_url, api_key):
+    \"""Asks for other prompts each time it is called.\"""
+    prompt = row["prompt"] + str(random.randrange(10**6))
+    for call in range(1 + sum(map(ord, row["prompt"])) % 5):
+        prompt += f"={len(ask(base_url, api_key, prompt=prompt, max_tokens=5))};"
+    return 1.0
+"""
+
+
+def partial_run(folder: Path, agent: str, steps: int) -> list[str]:
+    """Run some steps, and return the lines of stderr."""
+    (folder / "partial_agent.py").write_text(AGENTS + PARTIAL)
+    command = [
+        "launch/run.py",
+        *TINY,
+        "--agent",
+        f"{folder / 'partial_agent.py'}:{agent}",
+        "--rollout.partial=2",
+    ]
+    command += ["--evaluation.rows=0", "--sampling.max-new-tokens=64", "--batch.row-length=240"]
+    command += ["--reward", "--reward-limits.fault-share=1", "--run-dir", str(folder / "run")]
+    (ended,) = several.run(1, [*command, f"--steps={steps}"])
+    assert ended.code == 0, ended.err
+    return ended.err.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_episodes_that_go_on_are_the_same_after_a_stop(tmp_path):
+    """Random pauses change nothing; a continued function is not called again without a stop."""
+    digests = {}
+    for name, stops in (("whole", [4]), ("parts", [2, 4])):
+        (tmp_path / name).mkdir()
+        for steps in stops:
+            lines = partial_run(tmp_path / name, "uneven", steps)
+            assert "did not ask again" not in str(lines)
+        run_dir = tmp_path / name / "run"
+        digests[name] = digest(run_dir)
+        rows = rows_of(run_dir)[1:]
+        assert [row["rollout/stale"] > 0 for row in rows] == [False, True, True, True]
+        assert rows[-1]["reward/errors"] > 0
+        assert all(row["reward/std"] > 0 for row in rows)
+        samples = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
+        assert any(sample["reward"] is None for sample in samples)
+    assert digests["parts"] == digests["whole"]
+    begun = (tmp_path / "whole" / "partial_agent.py.txt").read_text().splitlines()
+    # Six groups in the first step, then those that the step before took.
+    assert len(begun) == (6 + 3 * 4) * 4
+
+
+@pytest.mark.nightly
+def test_an_episode_that_cannot_be_replayed_begins_anew(tmp_path):
+    assert "did not ask again" not in str(partial_run(tmp_path, "moody", 1))
+    notes = [line for line in partial_run(tmp_path, "moody", 2) if "did not ask again" in line]
+    assert notes
+    assert all(line.endswith("it begins anew with the policy of step 2") for line in notes)
+    last = rows_of(tmp_path / "run")[-1]
+    assert (last["rollout/stale"], last["reward/errors"]) == (0, 0)
+
+
+def test_calls_wait_for_their_round():
+    """A call of a later round is decoded once it is allowed; calls at the same time are one."""
+
+    async def go() -> int:
+        waits = []
+        account = EpisodeAccount(
+            tokenizers.characters("ab"),
+            itertools.count(),
+            row_key=np.zeros(2, np.uint32),
+            first_prompt=None,
+            most_calls=9,
+        )
+        account.allow(0)
+
+        async def call(prompt: list[int]) -> None:
+            one = account.begin(prompt, Options())
+            await account.admit(one)
+            waits.append(prompt[0])
+            await asyncio.sleep(0)
+            account.end(one, Turn(0, prompt, *np.zeros((2, 1), np.float32), True))
+
+        tasks = [asyncio.create_task(call([number])) for number in (1, 2)]
+        await asyncio.sleep(0.01)
+        assert (account.is_held, waits) == (True, [])
+        account.allow(1)
+        await asyncio.gather(*tasks)
+        assert (account.is_held, account.num_rounds, sorted(waits)) == (False, 1, [1, 2])
+        late = asyncio.create_task(call([3]))
+        await asyncio.sleep(0.01)
+        assert (account.is_held, account.num_rounds) == (True, 1)
+        late.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await late
+        # A client that gave up and asks again draws the same.
+        again = account.begin([3], Options())
+        assert again.repeats == 0
+        account.end(again, None)
+        return account.num_rounds
+
+    assert asyncio.run(go()) == 1
 
 
 RUN = [

@@ -181,24 +181,6 @@ class EnvironmentPool:
                     fix=user_code.did_you_mean(missing[0], columns),
                 )
 
-    def require_values(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise InputError if rows have values with which their environment takes no episode."""
-        refused = [
-            (number, column, row[column], why)
-            for number, row in enumerate(rows)
-            for column, known in self.description(row).row_values.items()
-            if column in row and (why := known.get(str(row[column]), "it knows no such value"))
-        ]
-        if refused:
-            number, column, value, why = refused[0]
-            raise InputError(
-                f"an environment takes no episode of {len(refused)} rows, the first being row "
-                f"{number}, whose `{column}` is {value!r}",
-                where="--environment, --data.path",
-                why=why,
-                fix="leave these rows out",
-            )
-
     def require_resumable(self) -> None:
         """Raise InputError if an episode cannot go on in another process."""
         for description in self.descriptions.values():

@@ -229,7 +229,7 @@ class RolloutConfig:
     partial: CountOrNone = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every
-    --sampling.host-sync-steps tokens; with --environment, rounds of turns are counted."""
+    --sampling.host-sync-steps tokens; of episodes, rounds of turns are counted."""
     replay_routing: bool = False
     """Mixture of experts: let the policy's experts in the update, and where it computes log-probs,
     be those that the sampler's router chose for the same token (R3). It lowers the sampler-trainer

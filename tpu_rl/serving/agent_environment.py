@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ class Agent:
         """Prepare the function, which `agent` names, for a data row."""
         self._run = functools.partial(load(agent), row, base_url, api_key)
 
-    async def get_reward(self) -> Any:
-        """Run the function to its end, and return what it returns."""
-        value = self._run()
-        return await value if inspect.isawaitable(value) else value
+    def get_reward(self) -> Any:
+        """Run the function to its end, in this thread, and return what it returns, or its
+        coroutine."""
+        return self._run()

@@ -13,6 +13,14 @@ reward; None leaves the judgment to --reward.
 An exception, or an end that does not come in time, is a fault of that episode alone. Such an
 episode is not scored and teaches nothing. If its conversation was full, the exception is no fault:
 the episode is truncated, and its reward is 0 unless --reward judges it.
+
+**Episodes that go on** in the next step (`--rollout.partial`). A round of an episode is one call,
+or several at the same time; `conversations.rounds` decides by these which episodes a step takes. A
+call whose round the step may not have waits in the server, and the function in its worker, until
+the next step answers. The log of the episode has its calls and turns. In another process the
+function begins again, and calls of the log get their turns from there. If it asks for anything else
+before it has made all of them, or ends, it cannot be replayed: the log is dropped, and the episode
+begins anew, with its key, in the step that has to take it.
 """
 
 from __future__ import annotations
@@ -20,9 +28,10 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
+import sys
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +44,20 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
+from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedRequest, LoggedTurn
 from tpu_rl.rollout.conversations.episodes import without_images
+from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Agent
-from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
+from tpu_rl.rollout.scoring import EpisodeOutcomes, PartialGroup, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Distribution, Item, PendingTurn, Pump
+from tpu_rl.serving.record import Call
 from tpu_rl.serving.server import LOOPBACK, Server, bind, require_packages
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import sources_of
@@ -91,6 +103,17 @@ def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: 
     return Agent(path, pool, max_calls)
 
 
+def refuse_images(tokenizer: Tokenizer) -> None:
+    """Raise InputError for a model that reads images: its episodes cannot go on."""
+    if tokenizer.images is not None:
+        raise InputError(
+            "episodes of agents cannot go on in the next step with a model that reads images",
+            where="--rollout.partial, --agent",
+            why="ids of images are those of one step",
+            fix="use --batch.staleness with --sampling.during-updates",
+        )
+
+
 def make_agent_engine(agent: Agent, decoding: Decoding, scorer: Scorer) -> Engine:
     """Return the engine whose completions are the episodes of an agent."""
     engine = _AgentEngine(agent, decoding, scorer)
@@ -110,6 +133,15 @@ class Outcome(NamedTuple):
     """It failed after its conversation had filled the room for tokens."""
     waits: list[tuple[str, float]]
     """As in `EpisodeOutcomes`."""
+    policy_step: int
+    """The optimizer steps of the policy that answered first."""
+    num_earlier: int
+    """The number of tokens that earlier requests sampled."""
+
+    @property
+    def actions(self) -> list[int]:
+        """The tokens that the policy chose."""
+        return [token for branch in self.branches for token in branch.actions]
 
 
 class _Service(NamedTuple):
@@ -121,6 +153,55 @@ class _Service(NamedTuple):
     """API key -> episode."""
 
 
+@dataclass
+class _Episode:
+    """An episode whose function runs, or has ended."""
+
+    pool: EnvironmentPool
+    service: _Service
+    account: EpisodeAccount
+    key: np.ndarray
+    """[2] uint32: its random key."""
+    api_key: str
+    pool_id: int
+    call: str
+    """The call of the pool that runs: reset, then reward."""
+    future: Future[Reply]
+
+    def wake(self, _: Any = None) -> None:
+        """Let the thread that owns the devices look."""
+        self.service.app.pump.wake()
+
+    def reply(self) -> Reply | None:
+        """Return what the function returned; None while it runs."""
+        if not self.future.done():
+            return None
+        reply = self.future.result()
+        if self.call == "reward" or reply.fault:
+            return reply
+        self.call = "reward"
+        self.future = self.pool.reward(self.pool_id)
+        self.future.add_done_callback(self.wake)
+        return None
+
+    def end(self) -> None:
+        """End the function, if it runs, and refuse further calls."""
+        self.service.accounts.pop(self.api_key, None)
+        self.pool.release(self.pool_id)
+
+    def log(self) -> EpisodeLog:
+        """Return the log, by which it goes on in another step."""
+        calls = self.account.record.calls
+        return EpisodeLog(
+            seed=0,
+            key=self.key,
+            turns=[LoggedTurn(call.turn, call.policy_step) for call in calls],
+            requests=[LoggedRequest(*call[:3]) for call in calls],
+            pool_id=self.pool_id,
+            end=self.end,
+        )
+
+
 class _AgentEngine:
     def __init__(self, agent: Agent, decoding: Decoding, scorer: Scorer):
         self._agent = agent
@@ -128,6 +209,8 @@ class _AgentEngine:
         self._scorer = scorer
         self._idle: list[_Service] = []
         """Services that no batch uses. Several batches may be sampled at once."""
+        self._unfinished: dict[int, _Episode] = {}
+        """By `pool_id`: the episodes that go on in the next step."""
         self._numbers = itertools.count(processes.index(), processes.count())
         config = decoding.config
         self._distribution = Distribution(
@@ -145,97 +228,199 @@ class _AgentEngine:
         All processes call it together. Each runs the agents of its own groups.
         """
         began = time.perf_counter()
-        if request.resumed is not None or request.first_groups is not None:
-            raise InputError(
-                "episodes of agents cannot be left unfinished",
-                where="--rollout.partial, --agent",
-                why="the state of an agent is not part of checkpoints",
-                fix="use --batch.staleness with --sampling.during-updates",
-            )
         decoding = self._decoding
         group_size = decoding.config.samples_per_prompt
         num_episodes = len(request.rows) * group_size
+        local = scoring.local_rows(num_episodes, group_size)
         row_ids = request.first_row_id + np.arange(num_episodes)
         run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
-        keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
+        keys = np.array(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
+        logs = request.logs or [None] * num_episodes
+        for episode, log in enumerate(logs):
+            if log is not None:
+                keys[episode] = log.key
+        is_old = [log is not None for log in logs[local]][::group_size]
+        rounds = Rounds(request.first_groups or len(is_old), is_old, group_size)
         signals.mark(decoding.purpose, "rollout", request.step)
-        local = scoring.local_rows(num_episodes, group_size)
         features = decoding.policy.with_images
         images = features and ImageTable(self._scorer.tokenizer, features)
-        rewarding = self._scorer.streaming(request.rows, group_size, step=request.step)
+        rewarding = self._scorer.streaming(
+            request.rows, group_size, request.first_groups, request.step
+        )
         with rewarding as streaming, decoding.on_its_mesh():
             outcomes, idle_seconds = self._run(
-                params, request.rows, keys, group_size, local, streaming, images
+                params, request, keys, local, streaming, images, rounds
             )
         signals.mark(decoding.purpose, "rewards", request.step)
-        ordered = [outcomes[episode] for episode in range(num_episodes)]
-        sampled = self._sampled(request, ordered, idle_seconds, keys, group_size, images)
+        taken = sorted(outcomes)
+        groups = [episode // group_size for episode in taken[::group_size]]
+        sampled = self._sampled(
+            [request.rows[group] for group in groups],
+            [outcomes[episode] for episode in taken],
+            idle_seconds,
+            keys[taken],
+            group_size,
+            images,
+        )
+        unfinished = [episode.log() for episode in self._unfinished.values()]
+        left = [row for group, row in enumerate(request.rows) if group not in groups]
         return replace(
             sampled,
             step=request.step,
             seconds=time.perf_counter() - began,
-            streamed_rewards=streaming.answers,
+            unfinished=[
+                PartialGroup(row, logs=unfinished[number * group_size :][:group_size])
+                for number, row in enumerate(left)
+            ],
+            num_resumed_tokens=sum(outcome.num_earlier for outcome in outcomes.values()),
+            streamed_rewards=functools.partial(
+                streaming.answers, groups if request.first_groups else None
+            ),
             cancel_rewards=streaming.cancel,
         )
 
     def _run(
         self,
         params: Params,
-        rows: list[Row],
+        request: RolloutRequest,
         keys: np.ndarray,
-        group_size: int,
         local: slice,
         streaming: StreamingRewards,
         images: ImageTable | None,
+        rounds: Rounds,
     ) -> tuple[dict[int, Outcome], float]:
-        """Run all local episodes, and return the outcomes of all processes' episodes, and the
-        seconds in which nothing was decoded.
+        """Run all local episodes, until those that the step takes are over.
 
-        Reward functions judge a group once its episodes are over.
+        Reward functions judge a group once its episodes are over. Returns the outcomes of all
+        processes' episodes that are taken, and the seconds in which nothing was decoded.
         """
-        running: _Running | None = None
         try:
             service = self._idle.pop()
         except IndexError:  # Threads may take one at the same moment.
             service = self._new_service()
-        app, server, accounts = service
+        app = service.app
         app.images = images
         app.pump = pump = Pump(functools.partial(self._sampler, images, params, len(keys)), _share)
+        group_size = self._decoding.config.samples_per_prompt
+        is_partial = request.first_groups is not None
+        running: dict[int, _Episode] = {}
+        counted: dict[int, int] = {}
+        """Rounds of each episode that `rounds` knows of."""
+        outcomes: dict[int, Outcome] = {}
+        judged: set[int] = set()
+
+        def begin(number: int, log: EpisodeLog | None) -> None:
+            row = request.rows[number // group_size]
+            pool_id = None if log is None else log.pool_id
+            known = None if pool_id is None else self._unfinished.pop(pool_id, None)
+            episode = known or self._new_episode(service, row, keys[number], log, images)
+            running[number] = episode
+            counted[number] = episode.account.num_rounds
+            episode.account.next_step(request.policy_step)
+            if is_partial:
+                episode.account.allow(counted[number])
+
         try:
-            running = _Running(self._agent, server.url, pump.wake)
-            first_prompts = [self._first_prompt(row, images) for row in rows]
-            for episode in range(local.start, local.stop):
-                account = EpisodeAccount(
-                    self._scorer.tokenizer,
-                    self._numbers,
-                    row_key=keys[episode],
-                    first_prompt=first_prompts[episode // group_size],
-                    most_calls=self._agent.max_calls,
-                    is_strict=self._decoding.purpose is not Purpose.EVALUATION,
-                )
-                key = secrets.token_urlsafe(24)
-                accounts[key] = account
-                running.begin(episode, rows[episode // group_size], key)
-            outcomes: dict[int, Outcome] = {}
-            while processes.any_of(bool(running.keys)):
+            for number in range(local.start, local.stop):
+                begin(number, request.logs[number] if request.logs else None)
+            while processes.any_of(not rounds.is_over):
                 pump.step(POLL_SECONDS)
                 signals.between_segments()
-                for episode, key, reply in running.ended():
-                    account = accounts.pop(key)
+                # The ends first: an episode's last round came before its end.
+                ended = [
+                    (number, reply)
+                    for number, episode in running.items()
+                    if number not in outcomes and (reply := episode.reply()) is not None
+                ]
+                for number in running.keys() - outcomes.keys():
+                    for _ in range(running[number].account.num_rounds - counted[number]):
+                        rounds.add_turn(number - local.start)
+                        counted[number] += 1
+                for number, reply in ended:
+                    account = running[number].account
+                    if not account.has_repeated:
+                        continue
                     account.is_over = True
                     for conversation in account.conversations.open:
                         pump.close(conversation)
-                    outcome = self._outcome(account, reply)
-                    outcomes[episode] = outcome
-                    actions = [token for branch in outcome.branches for token in branch.actions]
-                    streaming.on_answered({episode: outcome.messages}, {episode: actions})
+                    outcomes[number] = self._outcome(account, reply)
+                    rounds.end(number - local.start)
+                anew = {number for number, _ in ended} - set(outcomes)
+                anew |= {n for n, one in running.items() if one.account.does_not_repeat}
+                for number in sorted(anew):
+                    running[number].end()
+                    begin(number, None)
+                    self._note_no_replay(request.step)
+                held = [n - local.start for n, one in running.items() if one.account.is_held]
+                for number in rounds.may_begin(held):
+                    running[number + local.start].account.allow(counted[number + local.start] + 1)
+                for group in sorted(set(rounds.complete) - judged):
+                    judged.add(group)
+                    first = local.start + group * group_size
+                    of_group = {n: outcomes[n] for n in range(first, first + group_size)}
+                    streaming.on_answered(
+                        {n: one.messages for n, one in of_group.items()},
+                        {n: one.actions for n, one in of_group.items()},
+                    )
+            outcomes = {
+                number: outcome
+                for number, outcome in outcomes.items()
+                if (number - local.start) // group_size in judged
+            }
+            self._unfinished = {
+                episode.pool_id: episode
+                for number, episode in running.items()
+                if number not in outcomes
+            }
         finally:
-            accounts.clear()
             pump.end(InputError("the rollout has ended"))
-            if running is not None:
-                running.stop()
+            for episode in running.values():
+                if episode.pool_id not in self._unfinished:
+                    episode.end()
             self._idle.append(service)
         return _shared(outcomes), pump.idle_seconds
+
+    def _new_episode(
+        self,
+        service: _Service,
+        row: Row,
+        key: np.ndarray,
+        log: EpisodeLog | None,
+        images: ImageTable | None,
+    ) -> _Episode:
+        """Start an episode, or one of another process once more."""
+        calls = zip(log.requests, log.turns, strict=True) if log else ()
+        account = EpisodeAccount(
+            self._scorer.tokenizer,
+            self._numbers,
+            row_key=key,
+            first_prompt=self._first_prompt(row, images),
+            most_calls=self._agent.max_calls,
+            is_strict=self._decoding.purpose is not Purpose.EVALUATION,
+            log=[Call(*request, *turn) for request, turn in calls],
+            wake=lambda: service.app.pump.wake(),
+        )
+        api_key = secrets.token_urlsafe(24)
+        service.accounts[api_key] = account
+        pool_id = next(_pool_ids)
+        arguments = {
+            "agent": self._agent.path,
+            "row": dict(row),
+            "base_url": service.server.url,
+            "api_key": api_key,
+        }
+        pool = self._agent.pool
+        future = pool.reset(pool_id, arguments)
+        episode = _Episode(pool, service, account, key, api_key, pool_id, "reset", future)
+        future.add_done_callback(episode.wake)
+        return episode
+
+    def _note_no_replay(self, step: int) -> None:
+        print(
+            f"note: an episode of --agent {self._agent.path} did not ask again what it had asked "
+            f"before the run was resumed; it begins anew with the policy of step {step}",
+            file=sys.stderr,
+        )
 
     def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
         fault = reply.fault
@@ -262,9 +447,21 @@ class _AgentEngine:
             token_ids = branches[-1].actions if branches else []
             content = self._scorer.tokenizer.decode(token_ids)
             messages = [{"role": "assistant", "content": content}]
-        calls = len(account.record.calls)
+        calls = account.record.calls
+        step = account.policy_step
+        earlier = [len(call.turn.tokens) for call in calls if call.policy_step < step]
         account.has_waited_for("agent")
-        return Outcome(branches, reward, fault, messages, calls, is_truncated, account.waits)
+        return Outcome(
+            branches=branches,
+            reward=reward,
+            fault=fault,
+            messages=messages,
+            calls=len(calls),
+            is_truncated=is_truncated,
+            waits=account.waits,
+            policy_step=calls[0].policy_step if calls else step,
+            num_earlier=sum(earlier),
+        )
 
     def _first_prompt(self, row: Row, images: ImageTable | None) -> list[int] | None:
         """Return the ids of the row's prompt, if they can be told."""
@@ -321,7 +518,7 @@ class _AgentEngine:
 
     def _sampled(
         self,
-        request: RolloutRequest,
+        rows: list[Row],
         outcomes: list[Outcome],
         idle_seconds: float,
         keys: np.ndarray,
@@ -336,13 +533,13 @@ class _AgentEngine:
             group_size,
             self._limits.max_model_len,
             self._decoding.config.pad_id,
-            request.policy_step,
+            np.array([outcome.policy_step for outcome in outcomes]),
         )
         if images is not None:
             rollout = images.with_own_images(rollout)
-        rows = episode_rows(rollout, all_branches, tokenizer)
+        of_episodes = episode_rows(rollout, all_branches, tokenizer)
         counts = np.array([len(branches) for branches in all_branches])
-        last = last_rows(rows)
+        last = last_rows(of_episodes)
         rewards = np.array([np.nan if o.reward is None else o.reward for o in outcomes], np.float32)
         episodes = EpisodeOutcomes(
             names=[NAME] * len(outcomes),
@@ -366,68 +563,15 @@ class _AgentEngine:
         )
         return Sampled(
             rollout=last,
-            rows=request.rows,
+            rows=rows,
             prompts=[
-                prompts.as_text(row.get("prompt", ""))
-                for row in request.rows
-                for _ in range(group_size)
+                prompts.as_text(row.get("prompt", "")) for row in rows for _ in range(group_size)
             ],
             completions=[prompts.as_text(outcome.messages) for outcome in outcomes],
-            lengths=np.add.reduceat(rollout.action_mask.sum(-1), rows.last + 1 - counts),
+            lengths=np.add.reduceat(rollout.action_mask.sum(-1), of_episodes.last + 1 - counts),
             episodes=episodes,
-            episode_rows=rows,
+            episode_rows=of_episodes,
         )
-
-
-class _Running:
-    """The episodes that run, in workers."""
-
-    def __init__(self, agent: Agent, base_url: str, wake: Any):
-        self._agent = agent
-        self._base_url = base_url
-        self._wake = wake
-        self.keys: dict[int, str] = {}
-        """Episode -> API key, of the episodes that are not over."""
-        self._pool_ids: dict[int, int] = {}
-        self._pending: dict[int, tuple[str, Future[Reply]]] = {}
-        """Episode -> the call of the pool that runs, and its reply."""
-
-    def begin(self, episode: int, row: Row, key: str) -> None:
-        """Start an episode."""
-        self.keys[episode] = key
-        self._pool_ids[episode] = next(_pool_ids)
-        arguments = {
-            "agent": self._agent.path,
-            "row": dict(row),
-            "base_url": self._base_url,
-            "api_key": key,
-        }
-        self._wait(episode, "reset", self._agent.pool.reset(self._pool_ids[episode], arguments))
-
-    def _wait(self, episode: int, call: str, future: Future[Reply]) -> None:
-        self._pending[episode] = (call, future)
-        future.add_done_callback(lambda _: self._wake())
-
-    def ended(self) -> list[tuple[int, str, Reply]]:
-        """Return (episode, API key, reply) of the episodes that have ended."""
-        ended = []
-        for episode, (call, future) in sorted(self._pending.items()):
-            if not future.done():
-                continue
-            reply = future.result()
-            pool_id = self._pool_ids[episode]
-            if call == "reset" and not reply.fault:
-                self._wait(episode, "reward", self._agent.pool.reward(pool_id))
-                continue
-            del self._pending[episode]
-            self._agent.pool.release(pool_id)
-            ended.append((episode, self.keys.pop(episode), reply))
-        return ended
-
-    def stop(self) -> None:
-        """Give up the episodes that still run."""
-        for episode in self._pending:
-            self._agent.pool.release(self._pool_ids[episode])
 
 
 def _no_calls(tokenizer: Tokenizer) -> Branch:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import secrets
 import time
 from collections import Counter
@@ -35,6 +36,8 @@ MAX_TOKEN_CHARACTERS = 128
 LONG_TEXT = 20_000
 """A text with this many characters or more is encoded in another thread, so that other requests do
 not wait for it."""
+MOST_IDLE = 2
+"""Conversations of an episode whose caches are kept although no call uses them."""
 MOST_EXCHANGES = 256
 """Exchanges that a server without episodes remembers."""
 
@@ -48,6 +51,8 @@ class OpenCall(NamedTuple):
     when: int = 0
     """See `record.Call`, as for `repeats`."""
     repeats: int = 0
+    known: Turn | None = None
+    """The turn, if the log of an earlier process has it."""
 
 
 class Account:
@@ -87,6 +92,9 @@ class Account:
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
         return OpenCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
 
+    async def admit(self, call: OpenCall) -> None:
+        """Wait until a call may be decoded."""
+
     def end(self, call: OpenCall, turn: Turn | None) -> None:
         """Record the turn of the policy; None if the call failed."""
 
@@ -106,6 +114,8 @@ class EpisodeAccount(Account):
         first_prompt: list[int] | None,
         most_calls: int,
         is_strict: bool = True,
+        log: Sequence[Call] = (),
+        wake: Callable[[], None] = lambda: None,
     ):
         """Start without calls.
 
@@ -118,16 +128,32 @@ class EpisodeAccount(Account):
             most_calls: further calls are refused.
             is_strict: refuse requests for another distribution than that of the run, which could
                 not learn from them. Evaluations draw as they must, whatever a request says.
+            log: the calls of an earlier process, which are answered as they were.
+            wake: called when a call waits for its round, and when a round ends.
         """
-        super().__init__(tokenizer, numbers, most_idle=2, most_exchanges=None)
-        self.record = Record()
+        super().__init__(tokenizer, numbers, most_idle=MOST_IDLE, most_exchanges=None)
+        self.record = Record(log)
+        self.policy_step = 0
+        """The optimizer steps of the policy that answers."""
+        self.num_rounds = 0
+        """Rounds of calls that were answered in this process; calls at the same time are one."""
+        self.most_rounds = math.inf
+        """Calls of later rounds wait."""
+        self.does_not_repeat = False
+        """True if a call came that the log has not, before all that it has were repeated."""
+        self._unasked = {(tuple(call.prompt), call.repeats): call.turn for call in log}
+        self._wake = wake
+        self._num_held = 0
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = numbers
         self._row_key = row_key
         self._first_prompt = first_prompt
         self._is_strict = is_strict
         self._most_calls = most_calls
         self._calls: Counter[tuple[int, ...]] = Counter()
         self._num_running = 0
-        self._when = 0
+        self._when = max((call.when for call in log), default=0)
         self.is_over = False
         """True once the episode is over. Later turns are not recorded."""
         self.waits: list[tuple[str, float]] = []
@@ -165,22 +191,71 @@ class EpisodeAccount(Account):
                 f"the episode has had its {self._most_calls} calls (--sampling.max-turns)",
                 code="too_many_calls",
             )
+        repeats = self._calls[tuple(prompt)]
+        known = self._unasked.pop((tuple(prompt), repeats), None)
+        if known is None and self._unasked:
+            self.does_not_repeat = True
+            self._wake()
+            raise ApiError(410, "the episode does not repeat its calls, and begins anew")
+        self._calls[tuple(prompt)] += 1
+        if known is not None:
+            return OpenCall(prompt, self._row_key, known=known)
         if not self._num_running:
             self._when += 1
             self.has_waited_for("agent")
         self._num_running += 1
-        repeats = self._calls[tuple(prompt)]
-        self._calls[tuple(prompt)] += 1
         is_first = prompt == self._first_prompt and not repeats
         key = self._row_key if is_first else call_key(self._row_key, prompt, repeats)
         return OpenCall(prompt, key, self._when, repeats)
 
+    async def admit(self, call: OpenCall) -> None:
+        self._loop = asyncio.get_running_loop()
+        while self.num_rounds >= self.most_rounds:
+            self._changed.clear()
+            self._num_held += 1
+            self._wake()
+            try:
+                await self._changed.wait()
+            except BaseException:
+                # The client gave it up, and may send it once more.
+                self._calls[tuple(call.prompt)] -= 1
+                raise
+            finally:
+                self._num_held -= 1
+
     def end(self, call: OpenCall, turn: Turn | None) -> None:
+        if turn is not None and not self.is_over:
+            one = Call(call.when, call.prompt, call.repeats, turn, self.policy_step)
+            self.record.calls.append(one)
         self._num_running -= 1
         if not self._num_running:
             self.has_waited_for("policy")
-        if turn is not None and not self.is_over:
-            self.record.calls.append(Call(call.when, call.prompt, call.repeats, turn))
+            if self.num_rounds < self.most_rounds:
+                self.num_rounds += 1
+                self._wake()
+
+    # --- the thread that owns the devices ---
+
+    @property
+    def is_held(self) -> bool:
+        """True if calls wait for their round."""
+        return self._num_held > 0
+
+    @property
+    def has_repeated(self) -> bool:
+        """True if all calls of the log were made again."""
+        return not self._unasked
+
+    def allow(self, most_rounds: int) -> None:
+        """Let calls begin up to this number of rounds."""
+        self.most_rounds = most_rounds
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def next_step(self, policy_step: int) -> None:
+        """Forget the caches of an earlier policy. No call is being decoded."""
+        self.policy_step = policy_step
+        self.conversations = Conversations(self._numbers, MOST_IDLE)
 
 
 class Limits(NamedTuple):
@@ -355,6 +430,15 @@ class App:
             yield Turn(-1, [], nothing, nothing, False)
             return
         call = account.begin(prompt, options)
+        if call.known is not None:
+            yield None
+            yield call.known
+            return
+        try:
+            await account.admit(call)
+        except BaseException:
+            account.end(call, None)
+            raise
         conversation = account.conversations.take(prompt)
         request = TurnRequest(conversation, prompt, call.key, min(options.max_tokens or most, most))
         find_end = self._find_end(options)

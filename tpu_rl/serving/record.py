@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +30,15 @@ class Call(NamedTuple):
     repeats: int
     """The number of earlier calls with this prompt."""
     turn: Turn
+    policy_step: int = 0
+    """The optimizer steps that the policy had taken which sampled the turn."""
 
 
 class Record:
     """The calls of an episode."""
 
-    def __init__(self):
-        self.calls: list[Call] = []
+    def __init__(self, calls: Sequence[Call] = ()):
+        self.calls = list(calls)
 
     def branches(self) -> list[Branch]:
         """Return the branches, in the order in which they began.

@@ -122,7 +122,6 @@ APART: Table = {
 APART_IN_TRAINING: Table = {
     "--agent": {
         "--environment": "both answer the policy",
-        "--rollout.partial": "episodes of an agent, a program of its own, end in one rollout",
         "--evaluation.turns": "an agent has no turns to cut",
         NO_EPISODES: "episodes of agents have rewards; grpo learns from these",
     },

@@ -80,6 +80,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
                 metrics.require(dashboard)
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
+    check_episodes(config)
     check_environment(config, rows)
     if config.agent:
         compose.agent(config)  # It loads.
@@ -102,6 +103,8 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
         wings.MODULES["harness"].require_chat_template(tokenizer)
     if config.agent and not tokenizer.has_chat_template:
         require_texts(config.data)
+    if config.agent and config.rollout.partial:
+        wings.MODULES["agents"].refuse_images(tokenizer)
     check_thoughts(config, tokenizer)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
@@ -437,7 +440,8 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             )
         environment = compose.environment(config)
         if environment is not None:
-            environment.pool.require_values([*sample, *held_out])
+            require_values = wings.MODULES["episodes"].require_values
+            require_values(environment.pool, [*sample, *held_out])
         is_prompt_all = not config.converses
         warnings += files.warnings(train, held_out, compares_prompts=is_prompt_all)
         first_rows += train[:1]
@@ -539,6 +543,17 @@ CONVERSING: set[SourceName] = {"rollouts", "accepted", "pairs", "completions"}
 """Sources whose completions may be conversations."""
 
 
+def check_episodes(config: ExperimentConfig) -> None:
+    """Raise InputError if episodes cannot go on in the next step."""
+    if config.rollout.partial and config.converses and processes.count() > 1:
+        raise InputError(
+            "episodes cannot go on in the next step in a run of several processes",
+            where="--rollout.partial, --environment, --agent",
+            why="an environment or agent lives in the process that began its episode",
+            fix="leave out --rollout.partial, or run on one host",
+        )
+
+
 def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
     """Check the environment of a run.
 
@@ -560,13 +575,6 @@ def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
         )
     if config.rollout.partial:
         environment.pool.require_resumable()
-        if processes.count() > 1:
-            raise InputError(
-                "episodes cannot go on in the next step in a run of several processes",
-                where="--rollout.partial, --environment",
-                why="an environment lives in the process that began its episode",
-                fix="leave out --rollout.partial, or run on one host",
-            )
     # With several classes, each has its own rows, and rows may lack the columns of other classes.
     if rows and len(environment.pool.descriptions) == 1:
         environment.pool.require_columns(rows[0])

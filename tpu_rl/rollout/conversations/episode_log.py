@@ -3,7 +3,8 @@
 The log has each turn of the policy, with the log-probs and the version of the policy that sampled
 it, and each answer of the environment. An episode goes on by a replay: its turns are taken and its
 answers are read as they were, and what comes after the last of them is sampled and asked. So
-nothing in a log is asked twice. The environment itself lives on in its process; another process
+nothing in a log is asked twice. An agent's function is called again in another process, and has its
+requests answered from the log. The environment itself lives on in its process; another process
 gives a new one the state that came with the last answer (`Reply.saved`).
 """
 
@@ -29,6 +30,14 @@ class LoggedTurn(NamedTuple):
     """The optimizer steps that the policy had taken which sampled it."""
 
 
+class LoggedRequest(NamedTuple):
+    """The request of an agent for a turn; see `serving.record.Call`."""
+
+    when: int
+    prompt: list[int]
+    repeats: int
+
+
 class LoggedAnswer(NamedTuple):
     """An answer of the environment, which may be on its way."""
 
@@ -46,6 +55,8 @@ class EpisodeLog:
     key: np.ndarray = field(default_factory=lambda: np.zeros(2, np.uint32))
     """[2] uint32: the random key of its tokens."""
     turns: list[LoggedTurn] = field(default_factory=list)
+    requests: list[LoggedRequest] = field(default_factory=list)
+    """Of an agent: what it asked for each turn."""
     answers: list[LoggedAnswer] = field(default_factory=list)
     waits: list[tuple[str, float]] = field(default_factory=list)
     """As in `EpisodeOutcomes`."""
@@ -87,6 +98,7 @@ class EpisodeLog:
                 }
                 for logged in self.turns
             ],
+            "requests": self.requests,
             "answers": [
                 [answer.to, _reply_to_json(answer.reply.result())] for answer in self.answers
             ],
@@ -112,6 +124,7 @@ def from_json(values: dict[str, Any]) -> EpisodeLog:
             )
             for turn in values["turns"]
         ],
+        requests=[LoggedRequest(*request) for request in values.get("requests", [])],
         answers=[
             LoggedAnswer(to, answered(_reply_from_json(reply))) for to, reply in values["answers"]
         ],

@@ -681,3 +681,22 @@ def require_fit(
         if prompt:
             messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             tokenizer.tool_format(tokenizer.encode_prompt(messages, description.tools))
+
+
+def require_values(pool: EnvironmentPool, rows: Sequence[Row]) -> None:
+    """Raise InputError if rows have values with which their environment takes no episode."""
+    refused = [
+        (number, column, row[column], why)
+        for number, row in enumerate(rows)
+        for column, known in pool.description(row).row_values.items()
+        if column in row and (why := known.get(str(row[column]), "it knows no such value"))
+    ]
+    if refused:
+        number, column, value, why = refused[0]
+        raise InputError(
+            f"an environment takes no episode of {len(refused)} rows, the first being row "
+            f"{number}, whose `{column}` is {value!r}",
+            where="--environment, --data.path",
+            why=why,
+            fix="leave these rows out",
+        )

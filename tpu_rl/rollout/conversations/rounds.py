@@ -29,7 +29,7 @@ class Rounds:
         """
         self.num_groups = num_groups
         self._old = np.flatnonzero(is_old).tolist()
-        self._new = np.flatnonzero(~np.asarray(is_old)).tolist()
+        self._new = np.flatnonzero(~np.asarray(is_old, bool)).tolist()
         self._first = np.ones((len(is_old), group_size), np.int32)
         """The first round in which an episode may be complete."""
         self._has_ended = np.zeros((len(is_old), group_size), bool)
@@ -51,7 +51,7 @@ class Rounds:
     @property
     def last(self) -> int:
         """The round with which the step ends, if it does not turn out to be a later one."""
-        return int(self._first[self._first_groups()].max())
+        return int(self._first[self._first_groups()].max(initial=0))
 
     def may_begin(self, episodes: Sequence[int]) -> list[int]:
         """Return those of the episodes whose next turn is in a round that the step surely has."""
