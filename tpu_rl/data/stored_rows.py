@@ -476,8 +476,8 @@ def checksums(rows: Any) -> np.ndarray | None:
     return rows.checksums() if isinstance(rows, Checksummed) else None
 
 
-FIRST_ROWS = 1000
-SAMPLED_ROWS = 1000
+FIRST_ROWS = 500
+SAMPLED_ROWS = 500
 
 
 def sampled_indices(count: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
 from tpu_rl.wings import VERIFIERS
 
-MAX_ENCODED_ROWS = 1000
+MAX_ENCODED_ROWS = 400
 """Rows of each stage that are encoded. The dry run encodes more."""
 MAX_RENDERED_ROWS = 200
 """Rows whose texts are looked for in the rendering."""
