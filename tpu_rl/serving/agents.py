@@ -30,8 +30,9 @@ import itertools
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,6 +203,84 @@ class _Episode:
         )
 
 
+@dataclass
+class _Running:
+    """The local episodes of a step, and how far they are."""
+
+    first: int
+    """The number of the first of them."""
+    group_size: int
+    rounds: Rounds
+    episodes: dict[int, _Episode] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
+    """Rounds of each episode that `rounds` knows of."""
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    judged: set[int] = field(default_factory=set)
+    """Local groups whose episodes are over."""
+
+    def add(self, number: int, episode: _Episode, waits: bool) -> None:
+        """Add an episode, which waits until the step may have its next round, or does not."""
+        self.episodes[number] = episode
+        self.counted[number] = episode.account.num_rounds
+        if waits:
+            episode.account.allow(self.counted[number])
+
+    def replies(self) -> dict[int, Reply]:
+        """Read what functions returned that have ended, and count the rounds of all episodes."""
+        going_on = {n: one for n, one in self.episodes.items() if n not in self.outcomes}
+        # The ends first: an episode's last round came before its end.
+        replies = {number: episode.reply() for number, episode in going_on.items()}
+        for number, episode in going_on.items():
+            for _ in range(episode.account.num_rounds - self.counted[number]):
+                self.rounds.add_turn(number - self.first)
+                self.counted[number] += 1
+        return {number: reply for number, reply in replies.items() if reply is not None}
+
+    def not_repeated(self, replies: Mapping[int, Reply]) -> list[int]:
+        """List the episodes that did not ask again what their log has."""
+        return [
+            number
+            for number, episode in self.episodes.items()
+            if number not in self.outcomes
+            and (
+                episode.account.does_not_repeat
+                or (number in replies and not episode.account.has_repeated)
+            )
+        ]
+
+    def end(self, number: int, outcome: Outcome) -> None:
+        """Note how an episode ended."""
+        self.outcomes[number] = outcome
+        self.rounds.end(number - self.first)
+
+    def allow_rounds(self) -> None:
+        """Let the calls begin whose round the step may have."""
+        held = [n - self.first for n, one in self.episodes.items() if one.account.is_held]
+        for number in self.rounds.may_begin(held):
+            episode = self.episodes[number + self.first]
+            episode.account.allow(self.counted[number + self.first] + 1)
+
+    def judge(self, streaming: StreamingRewards) -> None:
+        """Give groups that are complete to the reward functions."""
+        for group in sorted(set(self.rounds.complete) - self.judged):
+            self.judged.add(group)
+            first = self.first + group * self.group_size
+            of_group = {n: self.outcomes[n] for n in range(first, first + self.group_size)}
+            streaming.on_answered(
+                {n: one.messages for n, one in of_group.items()},
+                {n: one.actions for n, one in of_group.items()},
+            )
+
+    @property
+    def taken(self) -> dict[int, Outcome]:
+        """The outcomes of the groups that are complete."""
+        return {
+            number: outcome
+            for number, outcome in self.outcomes.items()
+            if (number - self.first) // self.group_size in self.judged
+        }
+
+
 class _AgentEngine:
     def __init__(self, agent: Agent, decoding: Decoding, scorer: Scorer):
         self._agent = agent
@@ -302,23 +381,15 @@ class _AgentEngine:
         app.images = images
         app.pump = pump = Pump(functools.partial(self._sampler, images, params, len(keys)), _share)
         group_size = self._decoding.config.samples_per_prompt
-        is_partial = request.first_groups is not None
-        running: dict[int, _Episode] = {}
-        counted: dict[int, int] = {}
-        """Rounds of each episode that `rounds` knows of."""
-        outcomes: dict[int, Outcome] = {}
-        judged: set[int] = set()
+        running = _Running(local.start, group_size, rounds)
 
         def begin(number: int, log: EpisodeLog | None) -> None:
             row = request.rows[number // group_size]
             pool_id = None if log is None else log.pool_id
             known = None if pool_id is None else self._unfinished.pop(pool_id, None)
             episode = known or self._new_episode(service, row, keys[number], log, images)
-            running[number] = episode
-            counted[number] = episode.account.num_rounds
             episode.account.next_step(request.policy_step)
-            if is_partial:
-                episode.account.allow(counted[number])
+            running.add(number, episode, waits=request.first_groups is not None)
 
         try:
             for number in range(local.start, local.stop):
@@ -326,55 +397,29 @@ class _AgentEngine:
             while processes.any_of(not rounds.is_over):
                 pump.step(POLL_SECONDS)
                 signals.between_segments()
-                # The ends first: an episode's last round came before its end.
-                ended = [
-                    (number, reply)
-                    for number, episode in running.items()
-                    if number not in outcomes and (reply := episode.reply()) is not None
-                ]
-                for number in running.keys() - outcomes.keys():
-                    for _ in range(running[number].account.num_rounds - counted[number]):
-                        rounds.add_turn(number - local.start)
-                        counted[number] += 1
-                for number, reply in ended:
-                    account = running[number].account
-                    if not account.has_repeated:
-                        continue
+                replies = running.replies()
+                for number in running.not_repeated(replies):
+                    running.episodes[number].end()
+                    begin(number, None)
+                    self._note_no_replay(request.step)
+                    replies.pop(number, None)
+                for number, reply in replies.items():
+                    account = running.episodes[number].account
                     account.is_over = True
                     for conversation in account.conversations.open:
                         pump.close(conversation)
-                    outcomes[number] = self._outcome(account, reply)
-                    rounds.end(number - local.start)
-                anew = {number for number, _ in ended} - set(outcomes)
-                anew |= {n for n, one in running.items() if one.account.does_not_repeat}
-                for number in sorted(anew):
-                    running[number].end()
-                    begin(number, None)
-                    self._note_no_replay(request.step)
-                held = [n - local.start for n, one in running.items() if one.account.is_held]
-                for number in rounds.may_begin(held):
-                    running[number + local.start].account.allow(counted[number + local.start] + 1)
-                for group in sorted(set(rounds.complete) - judged):
-                    judged.add(group)
-                    first = local.start + group * group_size
-                    of_group = {n: outcomes[n] for n in range(first, first + group_size)}
-                    streaming.on_answered(
-                        {n: one.messages for n, one in of_group.items()},
-                        {n: one.actions for n, one in of_group.items()},
-                    )
-            outcomes = {
-                number: outcome
-                for number, outcome in outcomes.items()
-                if (number - local.start) // group_size in judged
-            }
+                    running.end(number, self._outcome(account, reply))
+                running.allow_rounds()
+                running.judge(streaming)
+            outcomes = running.taken
             self._unfinished = {
                 episode.pool_id: episode
-                for number, episode in running.items()
+                for number, episode in running.episodes.items()
                 if number not in outcomes
             }
         finally:
             pump.end(InputError("the rollout has ended"))
-            for episode in running.values():
+            for episode in running.episodes.values():
                 if episode.pool_id not in self._unfinished:
                     episode.end()
             self._idle.append(service)
