@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,29 +31,29 @@ def test_all_scripts_are_imported():
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
+def small_results(script: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run a script with --small, and return the lines of its results."""
+    command = [sys.executable, str(BENCH / script), "--small", "--to", str(folder), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_methods_of_each_kind_take_a_step(tmp_path):
     """`every_method.py --small`: rollouts, pairs, scored completions, texts, a curriculum."""
     methods = ["grpo", "dpo", "rrhf", "ce_u", "hints"]
-    script = BENCH / "every_method.py"
-    command = [sys.executable, str(script), "--small", "--to", str(tmp_path), "--only", *methods]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = small_results("every_method.py", tmp_path, "--only", *methods)
     assert len(lines) == 1 + len(methods)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_errors_of_log_probs_are_put_in_and_cured(tmp_path):
-    script = BENCH / "mismatch.py"
-    names = ["0, none", "0.08, recomputed"]
-    command = [sys.executable, str(script), "--small", "--to", str(tmp_path), "--arms", *names]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    gaps = [json.loads(line)["gap"] for line in lines]
+    lines = small_results("mismatch.py", tmp_path, "--arms", "0, none", "0.08, recomputed")
+    gaps = [line["gap"] for line in lines]
     assert gaps[0] < 1e-4
     assert 0.07 < gaps[1] < 0.09
 
@@ -61,10 +62,14 @@ def test_errors_of_log_probs_are_put_in_and_cured(tmp_path):
 @pytest.mark.timeout(1200)
 def test_rewards_of_both_kinds_take_a_step(tmp_path):
     """`every_reward.py --small`: a start, GRPO, a coin, and the further arms of the task action."""
-    script = BENCH / "every_reward.py"
-    names = ["box_iou", "action"]
-    command = [sys.executable, str(script), "--small", "--to", str(tmp_path), "--only", *names]
+    lines = small_results("every_reward.py", tmp_path, "--only", "box_iou", "action")
+    assert len(lines) == 6 + 4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_zeros_in_place_of_faults_are_measured():
+    command = [sys.executable, str(BENCH / "fault_zeros.py"), "--small"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 6 + 4
+    assert "zero" in ended.stdout
