@@ -1,4 +1,4 @@
-"""What a run asks of its folder, and the folder on a disk."""
+"""A run folder on a disk; its methods are those that a run calls on any run folder."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ def _episodes_from_json(values: dict[str, Any]) -> EpisodeOutcomes:
         "images": [[base64.b64decode(image) for image in shown] for shown in values["images"]],
     }
     # Earlier versions kept no order of waits.
-    kept: dict[str, Any] = {"waits": [[] for _ in values["names"]]} | values | arrays
-    kept.pop("seconds", None)
-    return EpisodeOutcomes(**kept)
+    fields: dict[str, Any] = {"waits": [[] for _ in values["names"]]} | values | arrays
+    fields.pop("seconds", None)
+    return EpisodeOutcomes(**fields)
 
 
 def _episode_rows_to_json(rows: EpisodeRows) -> dict[str, Any]:

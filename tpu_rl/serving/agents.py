@@ -174,7 +174,7 @@ class _Episode:
         self.service.app.pump.wake()
 
     def reply(self) -> Reply | None:
-        """Return what the function returned; None while it runs."""
+        """Read the reply of the function; None while it runs."""
         if not self.future.done():
             return None
         reply = self.future.result()
@@ -272,7 +272,7 @@ class _Running:
             )
 
     @property
-    def taken(self) -> dict[int, Outcome]:
+    def complete(self) -> dict[int, Outcome]:
         """The outcomes of the groups that are complete."""
         return {
             number: outcome
@@ -331,13 +331,13 @@ class _AgentEngine:
                 params, request, keys, local, streaming, images, rounds
             )
         signals.mark(decoding.purpose, "rewards", request.step)
-        taken = sorted(outcomes)
-        groups = [episode // group_size for episode in taken[::group_size]]
+        numbers = sorted(outcomes)
+        groups = [number // group_size for number in numbers[::group_size]]
         sampled = self._sampled(
             [request.rows[group] for group in groups],
-            [outcomes[episode] for episode in taken],
+            [outcomes[number] for number in numbers],
             idle_seconds,
-            keys[taken],
+            keys[numbers],
             group_size,
             images,
         )
@@ -386,8 +386,8 @@ class _AgentEngine:
         def begin(number: int, log: EpisodeLog | None) -> None:
             row = request.rows[number // group_size]
             pool_id = None if log is None else log.pool_id
-            known = None if pool_id is None else self._unfinished.pop(pool_id, None)
-            episode = known or self._new_episode(service, row, keys[number], log, images)
+            unfinished = None if pool_id is None else self._unfinished.pop(pool_id, None)
+            episode = unfinished or self._new_episode(service, row, keys[number], log, images)
             episode.account.next_step(request.policy_step)
             running.add(number, episode, waits=request.first_groups is not None)
 
@@ -411,7 +411,7 @@ class _AgentEngine:
                     running.end(number, self._outcome(account, reply))
                 running.allow_rounds()
                 running.judge(streaming)
-            outcomes = running.taken
+            outcomes = running.complete
             self._unfinished = {
                 episode.pool_id: episode
                 for number, episode in running.episodes.items()

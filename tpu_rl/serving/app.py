@@ -51,7 +51,7 @@ class OpenCall(NamedTuple):
     when: int = 0
     """See `record.Call`, as for `repeats`."""
     repeats: int = 0
-    known: Turn | None = None
+    logged_turn: Turn | None = None
     """The turn, if the log of an earlier process has it."""
 
 
@@ -192,14 +192,14 @@ class EpisodeAccount(Account):
                 code="too_many_calls",
             )
         repeats = self._calls[tuple(prompt)]
-        known = self._unasked.pop((tuple(prompt), repeats), None)
-        if known is None and self._unasked:
+        logged_turn = self._unasked.pop((tuple(prompt), repeats), None)
+        if logged_turn is None and self._unasked:
             self.does_not_repeat = True
             self._wake()
             raise ApiError(410, "the episode does not repeat its calls, and begins anew")
         self._calls[tuple(prompt)] += 1
-        if known is not None:
-            return OpenCall(prompt, self._row_key, known=known)
+        if logged_turn is not None:
+            return OpenCall(prompt, self._row_key, logged_turn=logged_turn)
         if not self._num_running:
             self._when += 1
             self.has_waited_for("agent")
@@ -225,8 +225,9 @@ class EpisodeAccount(Account):
 
     def end(self, call: OpenCall, turn: Turn | None) -> None:
         if turn is not None and not self.is_over:
-            one = Call(call.when, call.prompt, call.repeats, turn, self.policy_step)
-            self.record.calls.append(one)
+            self.record.calls.append(
+                Call(call.when, call.prompt, call.repeats, turn, self.policy_step)
+            )
         self._num_running -= 1
         if not self._num_running:
             self.has_waited_for("policy")
@@ -430,9 +431,9 @@ class App:
             yield Turn(-1, [], nothing, nothing, False)
             return
         call = account.begin(prompt, options)
-        if call.known is not None:
+        if call.logged_turn is not None:
             yield None
-            yield call.known
+            yield call.logged_turn
             return
         try:
             await account.admit(call)

@@ -125,8 +125,8 @@ class Tree:
         score counts as the smallest.
         """
         scores = np.array(self.scores)
-        known = scores[np.isfinite(scores)]
-        low, high = (known.min(), known.max()) if len(known) else (0.0, 0.0)
+        finite = scores[np.isfinite(scores)]
+        low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
         totals = (np.where(np.isfinite(scores), scores, low) - low) / max(high - low, 1e-9)
         counts = np.ones(len(scores))
         # A child is younger than its parent.
@@ -219,8 +219,8 @@ def engine(decoding: Decoding, scorer: Scorer, search: StepSearch) -> Engine:
 
     def generate(params: Params, request: RolloutRequest) -> Sampled:
         contexts = prompts.encode(request.rows, scorer.tokenizer, decoding.max_prompt_tokens)
-        found = find(steps, search, num_samples, params, request, contexts)
-        return whole.generate(params, replace(request, resumed=found))
+        completions = find(steps, search, num_samples, params, request, contexts)
+        return whole.generate(params, replace(request, resumed=completions))
 
     return Engine(generate, scorer)
 

@@ -116,7 +116,7 @@ def read_tasks(folder: Path) -> dict[str, HarborTask | str]:
 
 
 def _read(source: Any, read: Callable[[Any], HarborTask | str]) -> HarborTask | str:
-    """Return what `read` returns, or the reason why it fails."""
+    """Read a task, or return the reason why it cannot be read."""
     try:
         return read(source)
     except (Unsupported, OSError, ValueError, TypeError, AttributeError) as error:
