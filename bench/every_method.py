@@ -273,6 +273,11 @@ METHODS = (
     Method(
         "kl_reset",
         f"{GRPO} --algorithm.kl-loss-coef 0.01 --algorithm.reference-reset-every 8",
+    ),
+    Method(
+        "prorl",
+        f"{GRPO} --algorithm.kl-loss-coef 0.01 --algorithm.reference-reset-every 8 "
+        "--optimizer.reset-every 8",
         "F54",
     ),
     Method(

@@ -1,6 +1,6 @@
 """Star graphs: is it the value, or the loss two tokens ahead, that leaves the shortcut?
 
-    python bench/star_graphs.py --to runs/star_graphs [--arms NAME ...] [--references 3] [--minutes 60]
+    python bench/star_graphs.py --to runs/star_graphs [--arms NAME ...] [--references 3]
     python bench/star_graphs.py --page
 
 G(2, 4) with 12 names. References learn from scratch: "walks" imitate walks down a random branch

@@ -1,5 +1,7 @@
 """Learning rates by hand, and what weight decay leaves alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +147,29 @@ def test_one_role_alone_is_the_plain_optimizer():
         optimizers.build(config, schedule),
     )
     assert jax.tree.structure(one.init(params)) == jax.tree.structure(plain.init(params))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "lion", "sgd"])
+def test_moments_begin_anew_and_the_schedule_goes_on(name):
+    """Steps after a reset are those of a new optimizer whose schedule is as far."""
+    config = OptimizerConfig(name=name, schedule="linear", learning_rate=0.5, weight_decay=0.1)
+    rate = optimizers.learning_rate(config, 8)
+    axes = {"query": ((0,), (1,))}.get
+    params = {"query": jnp.linspace(-1, 1, 12).reshape(4, 3)}
+    scales = (10.0, 9.0, 8.0, -0.005, -0.01)
+    gradients = [{"query": scale * jnp.cos(params["query"])} for scale in scales]
+
+    def updates(reset_every: int, schedule, gradients) -> list:
+        with_reset = dataclasses.replace(config, reset_every=reset_every)
+        optimizer = optimizers.build(with_reset, schedule, axes)
+        state, found = optimizer.init(params), []
+        for gradient in gradients:
+            update, state = optimizer.update(gradient, state, params)
+            found.append(update["query"])
+        return found
+
+    whole = updates(3, rate, gradients)
+    later = updates(0, lambda step: rate(step + 3), gradients[3:])
+    np.testing.assert_array_equal(whole[3:], later)
+    np.testing.assert_array_equal(whole[:3], updates(0, rate, gradients)[:3])
+    assert not np.array_equal(whole[3], updates(0, rate, gradients)[3])

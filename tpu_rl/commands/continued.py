@@ -52,6 +52,13 @@ def run_of(config: ExperimentConfig) -> str:
             why="the states of two optimizers are not the same",
             fix=f"use --optimizer.name {other.name}, or leave the flag out",
         )
+    if bool(other.reset_every) != bool(config.optimizer.reset_every):
+        raise InputError(
+            f"the run had --optimizer.reset-every {other.reset_every}",
+            where=f"{FLAG}, --optimizer.reset-every {config.optimizer.reset_every}",
+            why="the state of an optimizer that begins anew counts its steps",
+            fix="use it in both runs or in none, or leave the flag out",
+        )
     return address
 
 

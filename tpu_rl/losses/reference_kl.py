@@ -65,7 +65,8 @@ class ReferenceKl(ranges.Checked):
     """Optimizer steps in which the scale can change by a fifth."""
     reference_reset_every: Annotated[CountOrNone, NEEDS_KL] = 0
     """Optimizer steps between two times that the reference becomes the policy (ProRL, arXiv
-    2505.24864); 0 never. The moments of the optimizer stay."""
+    2505.24864); 0 never. ProRL also begins the moments of the optimizer anew:
+    --optimizer.reset-every."""
     reference_reset_share: Annotated[float, In("(0, 1]"), Needs("reference_reset_every")] = 1.0
     """Share of the way to the policy that the reference moves then. 1 makes both equal; with less,
     it is a moving average of the policy (GRPO-CARE, arXiv 2506.16141; TRL's

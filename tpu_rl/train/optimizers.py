@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,9 @@ class OptimizerConfig(ranges.Checked):
     continued: bool = False
     """Begin with the moments that the optimizer had when the run ended that wrote --model.path,
     RUN/model. The schedule begins anew."""
+    reset_every: CountOrNone = 0
+    """Begin the moments anew after so many optimizer steps, as ProRL (arXiv 2505.24864) does with
+    each new reference; 0 never. The schedule goes on."""
     offload: bool = False
     """Keep the optimizer's state in host memory between optimizer steps. AdamW's takes twice the
     bytes of the parameters in float32. Each step copies it to the device and back; plan.py
@@ -158,19 +161,52 @@ def build(
             mask=decay_mask,
         )
     elif config.name == "sgd":
-        sgd = optax.sgd(schedule, momentum=config.beta1 or None)
-        optimizer = optax.chain(sgd, _weight_decay(config, schedule))
+        optimizer = optax.sgd(schedule, momentum=config.beta1 or None)
     elif config.name == "adafactor":
         # Not scaled by the parameters: their scale is 0 where adapters begin, and learning rates
         # would mean something else than for the other optimizers.
-        adafactor = optax.adafactor(schedule, multiply_by_parameter_scale=False)
-        optimizer = optax.chain(adafactor, _weight_decay(config, schedule))
+        optimizer = optax.adafactor(schedule, multiply_by_parameter_scale=False)
     else:
         assert matrix_axes is not None, "Muon needs the axes of its matrices"
-        optimizer = optax.chain(
-            _muon(config, schedule, matrix_axes), _weight_decay(config, schedule)
-        )
+        optimizer = _muon(config, schedule, matrix_axes)
+    if config.reset_every:
+        optimizer = reset_every(optimizer, config.reset_every)
+    if config.name not in ("adamw", "lion"):
+        optimizer = optax.chain(optimizer, _weight_decay(config, schedule))
     return optax.chain(clip, optimizer)
+
+
+class ResetState(NamedTuple):
+    """State of `reset_every`."""
+
+    step: jax.Array
+    """Updates so far, int32."""
+    inner: optax.OptState
+
+
+def reset_every(
+    optimizer: optax.GradientTransformation, steps: int
+) -> optax.GradientTransformation:
+    """Begin the state of an optimizer anew before each `steps`-th step. Its schedules go on."""
+
+    def init(params: optax.Params) -> ResetState:
+        return ResetState(jnp.zeros([], jnp.int32), optimizer.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, ResetState]:
+        is_new = state.step % steps == 0
+
+        def begun(old: Any, new: Any) -> Any:
+            return old if _is_schedule(old) else jnp.where(is_new, new.astype(old.dtype), old)
+
+        inner = jax.tree.map(begun, state.inner, optimizer.init(params), is_leaf=_is_schedule)
+        updates, inner = optimizer.update(updates, inner, params)
+        return updates, ResetState(state.step + 1, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def state_bytes(config: OptimizerConfig, params: Any, matrix_axes: MatrixAxes | None = None) -> int:
