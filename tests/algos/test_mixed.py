@@ -16,6 +16,7 @@ from tpu_rl.algos.mixed import (
     mixed,
     mu,
     sasr_controller,
+    smoothed_reward,
     without_success,
 )
 from tpu_rl.errors import InputError
@@ -222,12 +223,28 @@ def test_visurf_has_the_gradient_of_grpo_at_the_solution():
     # Before the update the ratio is 1, so the loss is minus the sum of the weighted advantages.
     data = step.data
     returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
-    returns = np.where(step.is_expert, 1.0, returns).astype(np.float32)
+    returns = np.where(step.is_expert, smoothed_reward(data), returns).astype(np.float32)
     scored = jnp.asarray(np.asarray(data.scored) | step.is_expert)
     compared = np.asarray(advantages.group_scaled(jnp.asarray(returns), data.group_id, scored))
     learned = (np.asarray(data.action_mask) & np.asarray(scored)[:, None]).sum()
     expected = -(step.mask * compared[:, None]).sum() / learned
     assert float(step.loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_visurf_gives_a_solution_the_mean_of_a_group_with_a_success():
+    data = tiny_data.with_experts()
+    returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
+    scored, groups = np.asarray(data.scored), np.asarray(data.group_id)
+    best = {g: returns[scored & (groups == g)].max() for g in set(groups.tolist())}
+    # The best return of one group becomes 1, and those of the others are below.
+    factor = 1.0 / max(best.values())
+    assert factor > 0
+    rewards = smoothed_reward(replace(data, rewards=data.rewards * factor))
+    for g, highest in best.items():
+        mean = factor * returns[scored & (groups == g)].mean()
+        wanted = mean if highest * factor > 1 - 1e-6 else 1.0
+        np.testing.assert_allclose(rewards[groups == g], wanted, rtol=1e-5)
+    assert len({round(float(r), 4) for r in rewards}) == 2
 
 
 @pytest.mark.parametrize(

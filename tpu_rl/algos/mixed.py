@@ -7,8 +7,9 @@ Each row of the data has a solution in a column. It joins its group as one more 
     relift   GRPO - mu mean_t log p_t, over the groups without a success      arXiv 2506.07527
     luffy    the solution has the reward 1 and is compared with its group: its tokens' loss is
              -f(p_t) A,  f(p) = p / (p + 0.1)               arXiv 2504.14945, section 3.2
-    visurf   the same with GRPO's own clipped ratio, to the policy before the update
-                                                            arXiv 2510.10606
+    visurf   the same with GRPO's own clipped ratio, to the policy before the update; where a
+             completion of the group has the reward 1, too, the solution has the completions' mean
+             and so about no advantage                      arXiv 2510.10606
     replay   a success of the past, in place of a solution of the data, joins the
              groups without a success; -min(r A, clip(r) A) with the ratio r to the
              policy that sampled it                         arXiv 2508.15144
@@ -32,8 +33,8 @@ gradients of both terms apart; here it is left out. (The authors' program, whose
 multiplies it by two learning rates, about 1e-10, so that the entropy decides there too.) mu begins
 at `mu_peak`. SASR's rule was not checked against a program. ReLIFT gathers the unsolved prompts in
 a buffer and fine-tunes on them now and then; here the term is part of the same step, so nothing has
-to be kept. CHORD's mu also falls again; here it stays. ViSurf's controls of the solution's reward
-are left out.
+to be kept. CHORD's mu also falls again; here it stays. ViSurf also rewrites solutions as the policy
+writes, which is for the data to do, and gives them no reward for thoughts: 1 is for the result.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class MixedConfig(ClippedPolicyConfig):
             return *parts, imitated_solutions(self)
         if self.method != "replay":
             # Refinements bring their own rewards.
-            parts = (rewarded_solutions(brings_reward=self.method == "critique"), *parts)
+            parts = (rewarded_solutions(self.method), *parts)
         return *parts, compared_solutions(self)
 
     @property
@@ -240,16 +241,32 @@ def amft_controller(config: MixedConfig) -> Controller:
     return init_state, after_update
 
 
+def group_total(rollout: Rollout, values: Array) -> Array:
+    """Sum values [N] over the scored rows of each row's group, [N]."""
+    group = jnp.searchsorted(jnp.sort(rollout.group_id), rollout.group_id)
+    scored = jnp.where(rollout.scored, values, 0.0)
+    return jax.ops.segment_sum(scored, group, num_segments=len(group))[group]
+
+
+def successes(rollout: Rollout, min_reward: float) -> Array:
+    """Count the completions with such a return in each row's group, [N]."""
+    returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+    return group_total(rollout, returns >= min_reward)
+
+
 def without_success(rollout: Rollout, min_reward: float) -> Array:
     """Mark the rows [N] of a group that has scored completions, and none with such a return."""
+    is_scored = group_total(rollout, jnp.ones(len(rollout.group_id))) > 0
+    return (successes(rollout, min_reward) == 0) & is_scored
+
+
+def smoothed_reward(rollout: Rollout) -> Array:
+    """Compute the reward of a solution in each row's group, [N]: 1, or the mean return of the
+    completions where one of them has at least 1."""
     returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
-    success = rollout.scored & (returns >= min_reward)
-    group = jnp.searchsorted(jnp.sort(rollout.group_id), rollout.group_id)
-
-    def count(rows: Array) -> Array:
-        return jax.ops.segment_sum(rows.astype(jnp.int32), group, num_segments=len(group))[group]
-
-    return (count(success) == 0) & (count(rollout.scored) > 0)
+    count = group_total(rollout, jnp.ones_like(returns))
+    mean = group_total(rollout, returns) / jnp.maximum(count, 1.0)
+    return jnp.where(successes(rollout, 1.0) > 0, mean, 1.0)
 
 
 def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -257,15 +274,16 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     return group_policy_gradient(config, roles, sampling, config.surrogate_function)
 
 
-def rewarded_solutions(brings_reward: bool) -> Part:
+def rewarded_solutions(method: Method) -> Part:
     """Make the part by which solutions are scored: with 1, or the rewards that they bring."""
 
     def draft(draft: Draft, state: Any) -> tuple[Draft, Any]:
         rollout = draft.rollout
         is_solution = actions_of(rollout, RowSource.EXPERT)
         rewards = rollout.rewards
-        if not brings_reward:
-            rewards = jnp.where(masked.last(is_solution), 1.0, rewards)
+        if method != "critique":
+            reward = smoothed_reward(rollout)[:, None] if method == "visurf" else 1.0
+            rewards = jnp.where(masked.last(is_solution), reward, rewards)
         scored = rollout.scored | is_solution.any(-1)
         rollout = replace(rollout, rewards=rewards, scored=scored)
         draft = draft._replace(rollout=rollout, learned=learned_tokens(rollout))
