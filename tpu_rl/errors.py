@@ -6,8 +6,10 @@ that reaches the user is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tpu_rl.redaction import redact
@@ -67,6 +69,20 @@ class InputError(TpuRlError):
     """The user's flags, files, data or reward function are at fault (exit code 2)."""
 
     code = 2
+
+
+@contextlib.contextmanager
+def refused(
+    kinds: type[Exception] | tuple[type[Exception], ...], what: str, where: str = "", fix: str = ""
+) -> Iterator[None]:
+    """Raise an InputError for errors of these kinds, whose messages are its `why`."""
+    try:
+        yield
+    except kinds as error:
+        # The message of a KeyError is no more than the key.
+        text = repr(error) if isinstance(error, LookupError) else str(error)
+        why = (text.splitlines() or [type(error).__name__])[0][:300]
+        raise InputError(what, where=where, why=why, fix=fix) from error
 
 
 class MachineError(TpuRlError):

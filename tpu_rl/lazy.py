@@ -49,7 +49,7 @@ def exports(package: str, file: str) -> None:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             module, member = places[name]
             value = vars(importlib.import_module(module))[member]
-            vars(self)[name] = value
+            super().__setattr__(name, value)
             return value
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -58,7 +58,7 @@ def exports(package: str, file: str) -> None:
                 super().__setattr__(name, value)
 
         def __dir__(self) -> list[str]:
-            return sorted({*vars(self), *places})
+            return sorted({*super().__dir__(), *places})
 
     sys.modules[package].__class__ = Package
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import optax
 
 from tpu_rl.checkpoint import manager, remote_run
 from tpu_rl.commands import config as configuration
@@ -83,7 +84,7 @@ def _with_schedules_of(fresh: Any, restored: Any) -> Any:
     """Return the restored state with the counters of the fresh one's schedules."""
 
     def is_schedule(node: Any) -> bool:
-        return getattr(node, "_fields", ()) == ("count",)
+        return isinstance(node, optax.ScaleByScheduleState)
 
     def choose(new: Any, old: Any) -> Any:
         return new if is_schedule(new) else old

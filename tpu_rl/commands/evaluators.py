@@ -322,8 +322,9 @@ def _answer_metrics(
         f"{prefix}n": result.n,
     }
     if result.calibration is not None:
+        measures = result.calibration._asdict()
         for name in calibration.MEASURES:
-            value = getattr(result.calibration, name)
+            value = measures[name]
             # AUROC is not defined where all answers are right.
             measured |= {f"{prefix}confidence_{name}": value} if math.isfinite(value) else {}
     for name, estimate in further.items():

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tpu_rl import rewards as reward_registry
+from tpu_rl import user_code
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import run
 from tpu_rl.commands.flags import flag_names, yaml_flags
@@ -52,7 +53,7 @@ def train(
         if isinstance(environment, str):
             passed["environment"] = environment
         elif environment is not None:
-            name = getattr(environment, "__name__", type(environment).__name__)
+            name = user_code.name_of(environment)
             stack.enter_context(named.registered_for_run({name: environment}))
             passed["environment"] = f"{named.PYTHON}{name}"
         if rows is not None:
@@ -131,7 +132,7 @@ def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[
             )
         text = reward
         if not isinstance(reward, str):
-            name = getattr(reward, "__name__", type(reward).__name__)
+            name = user_code.name_of(reward)
             text = registered(name if name.isidentifier() else f"reward_{number}", reward)
         if callable(weight):
             body = text.partition("?")[0].rpartition(":")[2]

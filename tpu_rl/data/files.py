@@ -35,7 +35,7 @@ from tpu_rl.data.stored_rows import (
     half_a_character,
 )
 from tpu_rl.data.values import shown
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.storage import gcs, local_copies
 
 Row = dict[str, Any]
@@ -207,12 +207,8 @@ def _check_row(
 @contextlib.contextmanager
 def _refused(what: str, where: str) -> Iterator[None]:
     """Make a ValueError of this context an InputError about a row."""
-    try:
+    with refused(ValueError, what, where=where, fix="correct it, or drop the row"):
         yield
-    except ValueError as error:
-        raise InputError(
-            what, where=where, why=str(error), fix="correct it, or drop the row"
-        ) from error
 
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".arrow", ".tsv", ".txt")
@@ -480,15 +476,13 @@ class JsonLines(Records):
         return f"{self._path}:{lines_before + 1}"
 
     def _decode_line(self, line: bytes) -> Row:
-        try:
+        with refused(
+            ValueError,
+            "the data file changed since the run read it",
+            where=str(self._path),
+            fix="start the command again, and leave the file alone while it runs",
+        ):
             return _decoder.raw_decode(line.decode().lstrip())[0]
-        except ValueError as error:
-            raise InputError(
-                "the data file changed since the run read it",
-                where=str(self._path),
-                why=str(error),
-                fix="start the command again, and leave the file alone while it runs",
-            ) from error
 
 
 def _lines(file: Path, opened: IO[bytes]) -> Iterator[tuple[str, Row]]:

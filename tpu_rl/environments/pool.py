@@ -293,7 +293,7 @@ def _name_of(environment: Any) -> str:
     """Return the name of a class, or of the classes in a dict."""
     if isinstance(environment, Mapping):
         return ", ".join(map(str, environment))
-    return getattr(environment, "__name__", type(environment).__name__)
+    return user_code.name_of(environment)
 
 
 def _stop_all(running: list[_Worker | _Local]) -> None:

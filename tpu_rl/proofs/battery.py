@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from tpu_rl.algorithm_spec import RoleSpec
+from tpu_rl.plain_values import fields_of
 from tpu_rl.proofs import tiny
 from tpu_rl.proofs.cases import Case
 from tpu_rl.train import update_step as training
@@ -301,7 +302,7 @@ def nothing_under_the_mask_is_read(battery: Battery) -> None:
     data = battery.case.data()
     per_token = {
         key: x
-        for key, x in vars(data).items()
+        for key, x in fields_of(data).items()
         if x is not None and x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
     }
     spoiled = data.replace(

@@ -28,6 +28,7 @@ from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
+from tpu_rl.rewards.scoring import DeclaredReward
 from tpu_rl.runtime.segments import Segment, count_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
@@ -287,13 +288,8 @@ def score_rows(
     return scores
 
 
-def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
-    """Return the reward function of a model; see `tpu_rl.rewards.scoring` for the convention.
-
-    It does not score completions that are too long for the model. Its attribute `dense` is a
-    function (separator, changes) -> the reward function that returns parts of the score as
-    segments.
-    """
+def as_reward(model: RewardModel) -> DeclaredReward:
+    """Return the reward of a model, which does not score completions that are too long for it."""
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -307,8 +303,7 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
             for too_long, value in zip(is_too_long, scores, strict=True)
         ]
 
-    reward.__dict__["dense"] = partial(_dense_reward, model)
-    return reward
+    return DeclaredReward(reward, dense=partial(_dense_reward, model))
 
 
 def encode(
@@ -399,6 +394,6 @@ def segments_of_row(
     return [*segments[:-1], (start, len(text), value)]
 
 
-def load(path: str | Path, mesh: Mesh | None = None) -> Callable[..., list[float | None]]:
+def load(path: str | Path, mesh: Mesh | None = None) -> DeclaredReward:
     """Return the reward function of the model in a directory; see `open_model`."""
     return as_reward(open_model(path, mesh))

@@ -74,6 +74,24 @@ Reward = Callable[..., Sequence[Any]]
 of a value is an error on that completion alone."""
 
 
+@dataclass(frozen=True, eq=False)
+class DeclaredReward:
+    """A built-in reward that says what its function's parameters do not."""
+
+    score: Reward
+    parameters: list[inspect.Parameter] | None = None
+    """The parameters that stand for columns it needs; None: those of the function."""
+    whole_batch: bool = False
+    """True if it must see all completions of a batch in one call."""
+    judges: Callable[[Mapping[str, Any]], bool] = lambda row: True
+    """False for data rows that it does not judge."""
+    dense: Callable[[str, bool], Reward] | None = None
+    """(separator, changes) -> the reward whose values are the parts of a reward model's score."""
+
+    def __call__(self, *arguments: Any, **columns: Any) -> Sequence[Any]:
+        return self.score(*arguments, **columns)
+
+
 @dataclass(frozen=True)
 class RewardFault:
     """A completion that a reward function failed to score, or says why it gave its value."""
@@ -353,14 +371,11 @@ def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Re
 def of_rows(
     functions: Mapping[str, Reward], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Reward]:
-    """Return the functions, by name, that judge at least one of the data rows.
-
-    A function with an attribute `judges`, fn(row) -> bool, judges some kinds of rows only.
-    """
+    """Return the functions, by name, that judge at least one of the data rows."""
     return {
         name: function
         for name, function in functions.items()
-        if any(getattr(function, "judges", lambda row: True)(row) for row in rows)
+        if any(not isinstance(function, DeclaredReward) or function.judges(row) for row in rows)
     }
 
 
@@ -388,6 +403,10 @@ def require_columns(
 
 def parameters(function: Reward) -> list[inspect.Parameter] | None:
     """Return the parameters, or None for a callable written in C that has no signature."""
+    if isinstance(function, IsolatedReward):
+        return function.parameters
+    if isinstance(function, DeclaredReward):
+        return function.parameters or parameters(function.score)
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:

@@ -77,7 +77,7 @@ class Worker:
         self._output = workers.Output("a reward function")
         self._numbers = itertools.count()
         self._process, parameters = self._start(START_SECONDS)
-        self.signature = _signature(parameters)
+        self.parameters = _parameters(parameters)
 
     def call(
         self, arguments: dict[str, list[Any]], size: int, seconds: float, deadline: float = math.inf
@@ -240,8 +240,8 @@ class IsolatedReward:
         self._worker = Worker(path, int(limits.memory_gb * 2**30))
         self.whole_batch = self._worker.whole_batch
         """True if it must see all completions of a batch in one call."""
-        if self._worker.signature is not None:
-            self.__signature__ = self._worker.signature
+        self.parameters = self._worker.parameters
+        """The function's parameters, by which callers check the columns that it needs."""
 
     def limited_to_share(self, share: float, seconds_spent: float = 0.0) -> IsolatedReward:
         """Return the same function in the same worker, with the time limit of a share of a batch.
@@ -319,27 +319,13 @@ def _checked(reply: dict[str, Any], size: int) -> list[Any] | RewardFailure | No
     return None
 
 
-def _signature(parameters: list[list[Any]] | None) -> inspect.Signature | None:
-    """Return the function's signature, by which callers check the columns that it needs.
-
-    The values of its defaults are not known.
-    """
+def _parameters(parameters: list[list[Any]] | None) -> list[inspect.Parameter] | None:
+    """Return a function's parameters, with None for defaults, whose values are not known."""
     if parameters is None:
         return None
-    parameter = inspect.Parameter
-    kinds = {
-        kind.name: kind
-        for kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-            parameter.KEYWORD_ONLY,
-            parameter.VAR_KEYWORD,
-        )
-    }
-    return inspect.Signature(
-        [
-            parameter(name, kinds[kind], default=None if has_default else parameter.empty)
-            for name, kind, has_default in parameters
-        ]
-    )
+    empty = inspect.Parameter.empty
+    kinds = {kind.name: kind for kind in type(inspect.Parameter.KEYWORD_ONLY)}
+    return [
+        inspect.Parameter(name, kinds[kind], default=None if has_default else empty)
+        for name, kind, has_default in parameters
+    ]

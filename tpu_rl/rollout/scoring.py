@@ -554,9 +554,6 @@ def by_episode(scored: Scored) -> Scored:
         return np.add.reduceat(values[rows], starts)
 
     episodes = jax.tree.map(lambda array: np.asarray(array)[last], rollout)
-    texts = {
-        name: [getattr(scored, name)[row] for row in last] for name in ("prompts", "completions")
-    }
     faults = [
         "; ".join(fault for row in rows_of_episode if (fault := scored.faults[row]))
         for rows_of_episode in np.split(rows, starts[1:])
@@ -576,7 +573,8 @@ def by_episode(scored: Scored) -> Scored:
         parts={name: total(part) for name, part in scored.parts.items()},
         faults=faults,
         episodes=None if scored.episodes is None else scored.episodes.take(last),
-        **texts,
+        prompts=[scored.prompts[row] for row in last],
+        completions=[scored.completions[row] for row in last],
     )
 
 

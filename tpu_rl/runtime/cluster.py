@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 
 COORDINATOR_FLAG = "--coordinator-address"
 COUNT_FLAG = "--num-processes"
@@ -123,12 +123,8 @@ def _checked_address(address: str) -> str:
             where=where,
             fix="give process 0's host and a port that is free there, as in 10.0.0.1:8476",
         )
-    try:
+    with refused(OSError, f"no host {host!r} is known here", where=where, fix="check its name"):
         socket.getaddrinfo(host.strip("[]"), int(port))
-    except OSError as error:
-        raise InputError(
-            f"no host {host!r} is known here", where=where, why=str(error), fix="check its name"
-        ) from error
     return address
 
 

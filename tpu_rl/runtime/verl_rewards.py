@@ -30,7 +30,6 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
             for index, completion in enumerate(completions)
         ]
 
-    score.__name__ = getattr(function, "__name__", "compute_score")
     return score
 
 

@@ -83,10 +83,7 @@ def completions_to_json(completions: Sequence[PartialCompletion]) -> dict[str, A
     """
     values: dict[str, Any] = {"counts": [len(completion.tokens) for completion in completions]}
     for name, dtype in (_TOKEN_DTYPES | _ROW_DTYPES).items():
-        arrays = [
-            np.atleast_1d(np.asarray(getattr(completion, name), dtype))
-            for completion in completions
-        ]
+        arrays = [np.atleast_1d(np.asarray(x._asdict()[name], dtype)) for x in completions]
         # The empty array is for an empty list of completions.
         column = np.concatenate([np.zeros(0, dtype), *arrays])
         values[name] = base64.b64encode(column.tobytes()).decode()

@@ -58,7 +58,7 @@ IMPORTABLE = MODULES | {
     "unicodedata",
 }
 """Modules of the standard library that a test may import."""
-TEST_NAMES = MODULES | set(vars(builtins))
+TEST_NAMES = MODULES | set(dir(builtins))
 """Names that a test has without the program."""
 EVALUATORS = {"eval", "exec", "compile", "__import__", "__builtins__", "__loader__", "breakpoint"}
 """Builtins that could run a text of the program on the test's side."""

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import sampler
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, refused
 from tpu_rl.evaluation import intervals
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rollout.prompts import stop_at
@@ -136,17 +136,15 @@ def evaluate(
     import lm_eval  # pyright: ignore[reportMissingImports]
 
     manager, names = tasks
-    try:
-        manager.load(names)
     # What the library that reads data sets raises has no common type.
-    except Exception as error:
-        raise InputError(
-            "the data of a task cannot be read",
-            where=f"--tasks {' '.join(names)}",
-            why=f"{type(error).__name__}: {str(error)[:300]}",
-            fix="most tasks download their data: run once with a network, or use a YAML file of "
-            "your own with `dataset_path: json`",
-        ) from None
+    with refused(
+        Exception,
+        "the data of a task cannot be read",
+        where=f"--tasks {' '.join(names)}",
+        fix="most tasks download their data: run once with a network, or use a YAML file of "
+        "your own with `dataset_path: json`",
+    ):
+        manager.load(names)
     results = lm_eval.simple_evaluate(
         _as_lm(model, seed, apply_chat_template),
         tasks=names,

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 
 MARK = "\ufffc"
 """The object replacement character: an image in a text."""
@@ -446,17 +446,15 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
             why=f"there is no {' or '.join(PROCESSOR_FILES)}",
             fix="download preprocessor_config.json with the model",
         )
-    try:
+    with refused(
+        (OSError, ValueError, TypeError, KeyError, ImportError),
+        "the image processor cannot be made",
+        where=directory,
+        fix="use the preprocessor_config.json that was published with the model",
+    ):
         processor = AutoImageProcessor.from_pretrained(
             directory, backend="pil", local_files_only=True
         )
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise InputError(
-            "the image processor cannot be made",
-            where=directory,
-            why=str(error)[:300],
-            fix="use the preprocessor_config.json that was published with the model",
-        ) from error
     known = type(processor).valid_kwargs.__annotations__
     if "do_pan_and_scan" in known and processor.do_pan_and_scan:
         raise InputError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.tokenizers.images import ImageReader, Pixels, Tower
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
 
@@ -179,19 +179,17 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
             where=f"{file}, {flag}",
             fix=f"did you mean {file.parent / nearest[0]}?" if nearest else "give a Jinja file",
         )
-    try:
+    with refused(
+        (OSError, ValueError),
+        "the file is not a chat template",
+        where=f"{file}, {flag}",
+        fix="give a text file with a Jinja template",
+    ):
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ValueError(f"it has more than {MAX_TEMPLATE_BYTES:,} bytes")
         template = file.read_text(encoding="utf-8")
         if not template.strip():
             raise ValueError("it is empty")
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "the file is not a chat template",
-            where=f"{file}, {flag}",
-            why=str(error),
-            fix="give a text file with a Jinja template",
-        ) from error
     tokenizer = _with_text(tokenizer, template)
     try:
         tokenizer.render([{"role": "user", "content": "a"}])

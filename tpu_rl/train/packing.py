@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,14 @@ import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.types import Layout, PackedRows, Paths
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """The batch of an algorithm that computes log-probs of packed rows."""
+
+    rows: PackedRows
+
 
 TILE = 64
 """Approximate number of slots per tile of `PackedRows.key_tiles`. Smaller tiles leave out more
@@ -623,8 +631,8 @@ def is_occupied(batch: Any) -> jax.Array:
     `batch` is PackedRows, or has them as its field `rows`. The content of a batch without rows is
     not known, so all of it counts as occupied.
     """
-    rows = batch if isinstance(batch, PackedRows) else getattr(batch, "rows", None)
-    if rows is None:
+    rows = batch.rows if isinstance(batch, HasRows) else batch
+    if not isinstance(rows, PackedRows):
         return jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool)
     return jnp.any(rows.segment_ids > 0, (-2, -1))
 

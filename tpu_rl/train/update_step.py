@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,13 @@ Trainable = Callable[[str], bool]
 
 UpdateStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """(state, batch of one optimizer step) -> (state, metrics). `reduce_updates` reads the metrics."""
+
+
+@runtime_checkable
+class Weighted(Protocol):
+    """The batch of an algorithm whose tokens have weights; see `types.Algorithm`."""
+
+    weights: dict[str, Array]
 
 
 # Params and the train state.
@@ -271,7 +278,7 @@ def has_weight(batch: Any) -> Array:
 
     There is nothing to learn then, as when no completion was accepted.
     """
-    weights = jax.tree.leaves(getattr(batch, "weights", None))
+    weights = jax.tree.leaves(batch.weights if isinstance(batch, Weighted) else None)
     if not weights:
         return jnp.ones((), bool)
     return jnp.stack([jnp.any(leaf != 0) for leaf in weights]).any()

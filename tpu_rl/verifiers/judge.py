@@ -14,8 +14,8 @@ import numpy as np
 
 from tpu_rl.environments import text_of
 from tpu_rl.environments.answer_text import without_thoughts
-from tpu_rl.errors import InputError
-from tpu_rl.rewards.scoring import Reward
+from tpu_rl.errors import InputError, refused
+from tpu_rl.rewards.scoring import DeclaredReward, Reward
 from tpu_rl.rewards.verifier import Verifier, with_settings
 from tpu_rl.verifiers import composed
 from tpu_rl.verifiers.verdicts import (
@@ -140,8 +140,7 @@ def pair_judge(
             for text, of_row in zip(texts[:count], wins[:count], strict=True)
         ]
 
-    score.__dict__["whole_batch"] = True
-    return score
+    return DeclaredReward(score, whole_batch=True)
 
 
 def pairs_of(group: Sequence[int], rivals: int) -> list[tuple[int, int]]:
@@ -201,15 +200,13 @@ def _question(question: str, rubric: str, default: str) -> str:
     composed.require(not (question and rubric), "question=, rubric=", "give one of them")
     if not rubric:
         return question or default
-    try:
+    with refused(
+        (OSError, ValueError),
+        "the rubric of the judge cannot be read",
+        where=f"rubric={rubric}",
+        fix="name a text file with what the judge decides",
+    ):
         text = Path(rubric).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "the rubric of the judge cannot be read",
-            where=f"rubric={rubric}",
-            why=str(error),
-            fix="name a text file with what the judge decides",
-        ) from None
     composed.require(bool(text), f"rubric={rubric}", "the file is empty: write the question")
     return text
 

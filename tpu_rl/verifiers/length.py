@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -100,9 +101,7 @@ def easy_length(
                 rewards[row] -= float(shaped)
         return rewards
 
-    score = composed.on(of, combine)
-    score.__dict__["whole_batch"] = True
-    return score
+    return dataclasses.replace(composed.on(of, combine), whole_batch=True)
 
 
 VERIFIERS = {

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import spans
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
@@ -134,19 +134,17 @@ def _load(file: str) -> Documents:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        try:
+        with refused(
+            (*composed.NO_READING, StopIteration),
+            "not a document",
+            where=f"{file}, line {number}",
+            fix='write {"id": "d1", "text": "..."} in each line, each id once',
+        ):
             row = json.loads(line)
             identifier = str(row["id"])
             text = next(str(row[name]) for name in _TEXTS if name in row)
             if identifier in places:
                 raise ValueError(f"{identifier} has been there before")
-        except (*composed.NO_READING, StopIteration) as error:
-            raise InputError(
-                "not a document",
-                where=f"{file}, line {number}",
-                why=str(error),
-                fix='write {"id": "d1", "text": "..."} in each line, each id once',
-            ) from error
         places[identifier] = len(texts)
         texts.append(_words(f"{row.get('title') or ''} {text}"))
     if not any(texts):

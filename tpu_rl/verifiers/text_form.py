@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
+from tpu_rl.errors import refused
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
 from tpu_rl.verifiers import composed
@@ -87,12 +87,10 @@ def pattern(regex: str = "", whole: bool = False) -> Reward:
     ^ and $ stand for the ends of lines. With `whole=true` it has to match the whole text. A comma
     has to stand in parentheses, and parentheses have to match.
     """
-    try:
+    with refused(
+        re.error, f"pattern(regex={regex})", where="--reward", fix="repair the expression"
+    ):
         compiled = re.compile(regex, re.MULTILINE)
-    except re.error as error:
-        raise InputError(
-            f"pattern(regex={regex})", where="--reward", why=str(error), fix="repair the expression"
-        ) from None
     match = compiled.fullmatch if whole else compiled.search
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:

@@ -76,7 +76,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
     if processes.index() == 0:  # The only process that writes.
         for dashboard in metrics.DASHBOARDS:
-            if getattr(config, dashboard):
+            if ranges.is_on(config, dashboard):
                 metrics.require(dashboard)
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)

@@ -22,6 +22,7 @@ from tpu_rl.commands.config import ExperimentConfig, FileData
 from tpu_rl.data import Row
 from tpu_rl.data.images import UNREAD_TAG, unnamed_pictures
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
+from tpu_rl.data.stored_rows import StoredRows
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import read_texts, text_of_column
@@ -93,7 +94,7 @@ def note_reading(
         shape = data.first_shape(str(files.path), files.split, files.config, files.columns)
     if shape is not None:
         notes.append(f"the rows are read as {shape.name}")
-    others = sorted(set(getattr(rows, "columns", ())) & set(rows[0]))
+    others = sorted(set(rows.columns if isinstance(rows, StoredRows) else ()) & set(rows[0]))
     used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
     used |= COLUMNS_OF_SOURCE.get(spec.source, set())
     used |= _sources(files.columns)
@@ -233,7 +234,7 @@ def _check_rows(
     num_hiding_choices = 0
     tags: Counter[str] = Counter()
     pictures: Counter[str] = Counter()
-    read = _sources(getattr(config.data, "columns", ()))
+    read = _sources(config.data.columns if isinstance(config.data, FileData) else ())
     reads_pictures = config.converses
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 # functions.
 from tpu_rl.cost_model import Topology, topologies
 from tpu_rl.cost_model.cards import CARDS, Card
-from tpu_rl.errors import InputError, MachineError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, MachineError, TpuRlError, refused, typed_command
 
 if TYPE_CHECKING:
     from tpu_rl.commands.config import ExperimentConfig
@@ -300,12 +300,10 @@ def _compiler_devices(named: Topology) -> list[Any]:
     if any(int(size) % 2 for size in named.shape.split("x")[:2]):
         # By default a host has 2 x 2 chips, into which not every topology can be cut.
         options["chips_per_host_bounds"] = [1, 1, 1]
-    try:
+    with refused(
+        jax.errors.JaxRuntimeError,
+        f"the TPU compiler knows no {named}",
+        where="--topology",
+        fix="use a topology such as v5e:4x4",
+    ):
         return list(get_topology_desc(topology_name=named.name, platform="tpu", **options).devices)
-    except jax.errors.JaxRuntimeError as error:
-        raise InputError(
-            f"the TPU compiler knows no {named}",
-            where="--topology",
-            why=str(error).splitlines()[0][:200],
-            fix="use a topology such as v5e:4x4",
-        ) from error

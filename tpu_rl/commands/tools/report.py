@@ -27,7 +27,7 @@ import tyro
 
 from tpu_rl import report
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, TpuRlError, refused, typed_command
 from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
@@ -186,15 +186,13 @@ def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: a page that reloads itself would fill the terminal."""
 
-    try:
+    with refused(
+        (OSError, OverflowError),
+        f"port {port} cannot be used",
+        where=f"--port {port}",
+        fix="use another port, or 0 for any that is free",
+    ):
         return PageServer((HOST, port), Handler)
-    except (OSError, OverflowError) as error:
-        raise InputError(
-            f"port {port} cannot be used",
-            where=f"--port {port}",
-            why=str(error),
-            fix="use another port, or 0 for any that is free",
-        ) from error
 
 
 def page(addresses: Sequence[str]) -> tuple[int, str]:

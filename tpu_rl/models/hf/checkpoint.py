@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tpu_rl import untrusted_files
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.models import lora, quantization
 from tpu_rl.models.config import (
     EXPERT_MATRICES,
@@ -101,19 +101,17 @@ def from_config(
     path = directory / "config.json"
     source = untrusted_files.read_json(path)
     _refuse_remote_code(source, path)
-    try:
+    # In a stranger's file any value may have any type. Values of the right type that are not
+    # supported raise an InputError of their own.
+    with refused(
+        (TypeError, ValueError, AttributeError, LookupError, ArithmeticError),
+        "config.json does not describe a model",
+        where=str(path),
+        fix="download it again",
+    ):
         decoder_config = families.read_config(
             source, dtype, param_dtype or dtype, str(path), images=images
         )
-    # In a stranger's file any value may have any type. Values of the right type that are not
-    # supported raise an InputError of their own.
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise InputError(
-            "config.json does not describe a model",
-            where=str(path),
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
     size = decoder_config.vocab.size
     valid = min(_num_known_tokens(directory, size), size)
     vision = decoder_config.vision

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.storage import gcs, local_copies
 
 _CONFIGURATION_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -71,16 +71,13 @@ def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
             return snapshot
     except (OSError, HFValidationError):
         pass  # It is not in the cache.
-    try:
+    with refused(
+        (OSError, HFValidationError),
+        f"{path} is neither a directory nor a model in the local cache, and downloading it "
+        "from the hub failed",
+        fix="check the name, your network and (for gated models) your login; or give a directory",
+    ):
         return Path(download())
-    except (OSError, HFValidationError) as error:
-        raise InputError(
-            f"{path} is neither a directory nor a model in the local cache, and downloading it "
-            "from the hub failed",
-            why=str(error).splitlines()[0],
-            fix="check the name, your network and (for gated models) your login; or give a "
-            "directory",
-        ) from error
 
 
 def require_replaceable(path: str | Path, marker: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.untrusted_files import wrong_format
 
 DTYPES = {
@@ -169,15 +169,13 @@ def _read_index(index: Path) -> list[str]:
     Raises:
         InputError: it is no index, or a file is missing or outside of the directory.
     """
-    try:
+    with refused(
+        (ValueError, KeyError, AttributeError, TypeError, RecursionError),
+        "not an index of safetensors files",
+        where=str(index),
+        fix="download it again",
+    ):
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(
-            "not an index of safetensors files",
-            where=str(index),
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
@@ -223,17 +221,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             why="no model has so many tensors in a file",
             fix="do not use this checkpoint: it may have been made to do harm",
         )
-    try:
+    with refused(
+        (ValueError, KeyError, TypeError, AttributeError, RecursionError),
+        f"{path.name} has no readable header",
+        where=directory,
+        fix="download it again",
+    ):
         header = json.loads(text, object_pairs_hook=_without_duplicates)
         header.pop("__metadata__", None)
         tensors = {name: _parse_entry(path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{path.name} has no readable header",
-            where=directory,
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size)):
         if tensor.offset != end:
