@@ -232,10 +232,8 @@ class JsonLines:
 
 
 def _json_safe(value: Any) -> Any:
-    """Return the value without secrets, and with None for NaN and infinities, which JSON lacks.
-
-    The error of a failed reward may contain any secret, and a completion one of the environment.
-    """
+    """Return the value without secrets, which errors of rewards may hold; NaN and infinities are
+    None."""
     if isinstance(value, str):
         return redact_environment(value)
     if isinstance(value, Mapping):
@@ -543,10 +541,8 @@ def _as_text(value: Any) -> str:
 
 
 def _scalars(row: dict[str, Any], folder: str = "train/") -> dict[str, float]:
-    """Return the numbers of a row by our names, and by TRL's in `folder` where it logs the same.
-
-    A name that two metrics would have is left out.
-    """
+    """Return the numbers of a row by our names, and by TRL's in `folder` unless two would share
+    one."""
     own = {
         name: value
         for name, value in row.items()
@@ -644,10 +640,8 @@ class Console:
             self._bar.stop()
 
     def _remaining(self, step: int) -> str:
-        """Return the time left by the mean of the latest steps, or "" before it can be told.
-
-        The first step, and the evaluation before it, compile, so that they tell nothing.
-        """
+        """Return the time left by the mean of the latest steps, "" before the first that does not
+        compile."""
         if step <= self._first_step + 1:
             self._step_ends.clear()
         self._step_ends.append(time.monotonic())

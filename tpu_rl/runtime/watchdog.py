@@ -111,11 +111,7 @@ def watch(config: WatchdogConfig, run_dir: Path, command: str) -> Iterator[None]
 
 
 def _watch_progress(limit: float, run_dir: Path, command: str, has_ended: threading.Event) -> None:
-    """Add up the seconds since the last mark.
-
-    Time in which this thread did not run either does not count: a run that was stopped with Ctrl-Z
-    goes on.
-    """
+    """Add up the seconds since the last mark in which this thread ran: Ctrl-Z does not count."""
     tick = _tick_seconds(limit)
     marks = _progress.marks
     silence = 0.0
@@ -163,10 +159,7 @@ def _end(silence: float, limit: float, run_dir: Path, command: str) -> NoReturn:
 
 
 def _report(silence: float, limit: float, run_dir: Path, command: str) -> None:
-    """Write the stacks to the run folder and to stderr, with one message for the whole run.
-
-    Of several processes the first one prints the message, and all end here.
-    """
+    """Write the stacks to the run folder and to stderr, and one message of the first process."""
     path = run_dir / STACKS
     header = (
         f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, host {socket.gethostname()}, pid {os.getpid()}: "
