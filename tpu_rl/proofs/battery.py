@@ -93,8 +93,7 @@ class Battery:
         return jax.jit(function, compiler_options=tiny.QUICKLY)
 
     def batch(self, data: Any, **cut: Any) -> Any:
-        """Make the [K, R, S] batch of the only optimizer step on the data, packed as `cut`
-        says."""
+        """Make the [K, R, S] batch of the only optimizer step on the data, packed as `cut` says."""
         experience = tiny.experience(data, **cut)
         params = self.params | {"probe": _zero_probe(experience.layout.source)}
         return training.minibatch(jax.device_get(self._make_batch(experience, params)), 0)

@@ -231,11 +231,7 @@ class Reader:
         self._resolve = resolve
 
     def value(self) -> Any:
-        """Return the next value.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Return the next value. Raises ValueError if there is none."""
         tag, content = self._take()
         if tag in SIMPLE:
             return SIMPLE[tag](content)

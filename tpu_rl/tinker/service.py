@@ -263,11 +263,7 @@ class Sessions:
             return sum(len(s.runs) for s in self.by_id.values() if s.status is None)
 
     def create(self, about: dict[str, Any]) -> Session:
-        """Return a new session.
-
-        Raises:
-            ApiError: if there are too many.
-        """
+        """Return a new session. Raises ApiError if there are too many."""
         session = Session(str(uuid.uuid4()), about, self)
         with self.service.lock:
             ended = [other for other in self.by_id.values() if other.status is not None]
@@ -279,11 +275,7 @@ class Sessions:
         return session
 
     def session(self, session_id: str) -> Session:
-        """Return a session that goes on.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a session that goes on. Raises ApiError if there is none."""
         session = self.by_id.get(session_id)
         if session is None:
             raise ApiError(
@@ -317,11 +309,7 @@ class Sessions:
         self.service.wake()
 
     def run_of(self, model_id: str) -> tuple[Session, Run]:
-        """Return a training client, with its session.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a training client, with its session. Raises ApiError if there is none."""
         session_id, _, number = model_id.partition(":train:")
         session = self.session(session_id)
         run = session.runs.get(int(number)) if re.fullmatch("[0-9]{1,9}", number) else None
@@ -399,11 +387,7 @@ class Sessions:
         return sampler
 
     def sampler(self, sampler_id: str) -> tuple[Session, Sampler]:
-        """Return a sampling client, with its session.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a sampling client, with its session. Raises ApiError if there is none."""
         session = self.session(sampler_id.partition(":sample:")[0])
         sampler = session.samplers.get(sampler_id)
         if sampler is None:
@@ -426,11 +410,7 @@ class Sessions:
         return request_id
 
     def job(self, request_id: str) -> Job:
-        """Return a request whose result may be fetched.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a request whose result may be fetched. Raises ApiError if there is none."""
         session = self.session(request_id.partition(":")[0])
         job = session.jobs.get(request_id)
         if job is None:
@@ -722,11 +702,7 @@ class Service:
     # --- work of training clients ---
 
     def adapter(self, run: Run) -> Adapter:
-        """Return the adapter of a training client.
-
-        Raises:
-            ApiError: if it could not be made.
-        """
+        """Return the adapter of a training client. Raises ApiError if it could not be made."""
         if run.adapter is None:
             raise ApiError(400, f"{run.model_id} has no adapter: it could not be created")
         return run.adapter

@@ -183,20 +183,12 @@ class Store:
     # --- paths ---
 
     def folder(self, path: str) -> Path:
-        """Return the folder of a path.
-
-        Raises:
-            ApiError: if the text is no path of Tinker.
-        """
+        """Return the folder of a path. Raises ApiError if the text is no path of Tinker."""
         run, kind, name = parse(path)
         return self.root / run.replace(":", "_") / kind / name
 
     def describe(self, path: str) -> dict[str, Any]:
-        """Return the facts that were saved with a state.
-
-        Raises:
-            ApiError: if there is nothing.
-        """
+        """Return the facts that were saved with a state. Raises ApiError if there is nothing."""
         folder = self.folder(path)
         about: Any = None
         try:
@@ -275,11 +267,7 @@ def _is_description(value: Any) -> bool:
 
 
 def parse(path: str) -> tuple[str, str, str]:
-    """Return (run, kind, name) of a path.
-
-    Raises:
-        ApiError: if the text is no path of Tinker.
-    """
+    """Return (run, kind, name) of a path. Raises ApiError if the text is no path of Tinker."""
     parts = path.removeprefix(SCHEME).split("/")
     is_path = (
         path.startswith(SCHEME)

@@ -313,11 +313,7 @@ def load_base_settings(flags: Flags) -> ExperimentConfig:
 
 
 def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
-    """Return the problems.
-
-    Raises:
-        InputError: if there are none.
-    """
+    """Return the problems. Raises InputError if there are none."""
     spec = config.algorithm.experience
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()

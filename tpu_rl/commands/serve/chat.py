@@ -83,11 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(flags: Flags) -> None:
-    """Check the flags.
-
-    Raises:
-        InputError: if there is no model, or a number is out of range.
-    """
+    """Check the flags. Raises InputError if there is no model, or a number is out of range."""
     if not flags.models:
         raise InputError("no model to talk to", where="MODEL_OR_RUN_DIR", fix="name one")
     if not is_temperature(flags.temperature):

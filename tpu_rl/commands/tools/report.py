@@ -79,11 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(flags: Flags) -> None:
-    """Check the flags.
-
-    Raises:
-        InputError: if they do not go together, or name no run.
-    """
+    """Check the flags. Raises InputError if they do not go together, or name no run."""
     if not flags.run_dirs:
         raise InputError("no run", where="RUN_DIR", fix="name a run folder")
     if flags.to is not None and (flags.serve or len(flags.run_dirs) == 1):

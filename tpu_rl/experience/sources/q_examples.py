@@ -311,11 +311,7 @@ def _is_valid(path: Path, run_dir: Path, spec: RoundSpec) -> bool:
 
 
 def check_returns(returns: np.ndarray, return_range: tuple[float, float]) -> None:
-    """Check that q's distribution can represent the returns.
-
-    Raises:
-        InputError: if it cannot.
-    """
+    """Check that q's distribution can represent the returns. Raises InputError if it cannot."""
     low, high = return_range
     if returns.min() < low or returns.max() > high:
         raise InputError(
