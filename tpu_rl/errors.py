@@ -7,9 +7,10 @@ that reaches the user is a bug and keeps its traceback.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tpu_rl.redaction import redact
@@ -69,6 +70,20 @@ class InputError(TpuRlError):
     """The user's flags, files, data or reward function are at fault (exit code 2)."""
 
     code = 2
+
+
+def reported(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Let a command print its error as one message, and return its exit code."""
+
+    @functools.wraps(main)
+    def command(argv: list[str]) -> int:
+        try:
+            return main(argv)
+        except TpuRlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.code
+
+    return command
 
 
 @contextlib.contextmanager

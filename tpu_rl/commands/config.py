@@ -32,7 +32,7 @@ from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
-from tpu_rl.errors import DamagedDataError, InputError, typed_command
+from tpu_rl.errors import DamagedDataError, InputError, reported, typed_command
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -516,13 +516,10 @@ def with_shorter_phases(default: ExperimentConfig, flags: list[str]) -> Experime
     return dataclasses.replace(default, phases=tuple(phases), steps=steps)
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Print the help that the arguments ask for, or the error in them, and return the exit code."""
-    try:
-        parse(argv)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    parse(argv)
     return 0
 
 

@@ -39,7 +39,13 @@ from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable, typed_command
+from tpu_rl.errors import (
+    DamagedDataError,
+    InputError,
+    printable,
+    reported,
+    typed_command,
+)
 from tpu_rl.experience.layout import AttentionIndex, Widths, pack_experience
 from tpu_rl.experience.source import Source, StepExperience, with_widths
 from tpu_rl.models import Select
@@ -66,6 +72,7 @@ CODE_FOLDER = Path(__file__).parents[1]
 """The code that must be the same on all processes of a run."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     command = f"{typed_command('run')} {shlex.join(argv)}"
     try:
@@ -76,9 +83,6 @@ def main(argv: list[str]) -> int:
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except KeyboardInterrupt:
         print(process_group.INTERRUPTED_TEXT, file=sys.stderr)
         return INTERRUPTED

@@ -16,7 +16,6 @@ that row's columns: how consistent a reward model is.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 import tyro
 
 from tpu_rl import rewards
-from tpu_rl.errors import InputError, TpuRlError, refused, typed_command
+from tpu_rl.errors import InputError, refused, reported, typed_command
 from tpu_rl.rewards import registry
 from tpu_rl.runtime.worker_child import shorten
 from tpu_rl.studies import verifier_bench
@@ -44,14 +43,11 @@ class Flags:
     allow_unsandboxed_code: bool = False
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("check_reward"), description=__doc__)
-    try:
-        report(flags, read(flags.rows))
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    report(flags, read(flags.rows))
     return 0
 
 

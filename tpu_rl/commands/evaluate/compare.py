@@ -37,7 +37,7 @@ from tpu_rl.commands import config, finish
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.report import markdown
 from tpu_rl.studies import comparison, memorization
@@ -66,18 +66,15 @@ class Flags:
     """A run to replay."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("compare"), description=__doc__)
-    try:
-        if flags.replay is not None:
-            return replay(flags.replay, flags.to)
-        check_target(flags.to)
-        text = compare(flags, problems)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    if flags.replay is not None:
+        return replay(flags.replay, flags.to)
+    check_target(flags.to)
+    text = compare(flags, problems)
     print(text)
     if flags.to is not None:
         Path(flags.to).write_text(f"{text}\n", encoding="utf-8")

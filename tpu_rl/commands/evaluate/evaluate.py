@@ -40,7 +40,7 @@ from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.saved_run import load_language, load_run, trained_length
 from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.evaluation import answer_accuracy, calibration, held_out_loss
 from tpu_rl.evaluation.answer_accuracy import Evaluation
 from tpu_rl.evaluation.intervals import Estimate
@@ -173,53 +173,50 @@ class Flags:
     """Also guide by the same q in other ways: controlled decoding (cd), FUDGE."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("evaluate"), description=__doc__)
-    try:
-        flag_names.require_once(flags, argv)
-        check(flags)
-        config = load_settings(flags)
-        if flags.images:
-            config = replace(config, model=replace(config.model, images=True))
-        tasks_of_harness = harness.load_tasks(flags.tasks) if flags.tasks else None
-        compilation_cache.enable()
-        if tasks_of_harness is not None:
-            report_tasks(flags, config, tasks_of_harness)
-            return 0
-        if roles.reading(config.algorithm) is not None:
-            report_reward_model(flags)
-            return 0
-        if ranks_pairs(config, flags):
-            report_ranking(flags)
-            return 0
-        rows = held_out(config, flags)
-        config = with_judge(with_reward(config, rows, flags), flags)
-        language, params = load_language(flags.model, config)
-        problems = tasks.problems(rows)
-        preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
-        demonstrations = [row for row in rows if tasks.brings_text(row)]
-        if demonstrations and flags.guide is None:
-            report_loss(flags, loss(config, language, params, demonstrations))
-        is_judged = config.evaluation_reward is not None or compose.is_judged(config)
-        if not is_judged or not problems:
-            return 0
-        scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
-        if flags.guide is not None:
-            report_guided(config, language, params, problems, scorer, flags)
-            return 0
-        if flags.data.templates:
-            report_templates(flags, config, language, params, problems, scorer)
-            return 0
-        score = None if flags.kl_to is None else other_score(flags, config, language)
-        results = answer(config, language, params, problems, scorer, flags)
-        report(flags, scorer, results)
-        if score is not None:
-            report_kl(flags, model_kl.per_token(results["sampled"].rollout, score))
-        if flags.target_entropy is not None:
-            report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    flag_names.require_once(flags, argv)
+    check(flags)
+    config = load_settings(flags)
+    if flags.images:
+        config = replace(config, model=replace(config.model, images=True))
+    tasks_of_harness = harness.load_tasks(flags.tasks) if flags.tasks else None
+    compilation_cache.enable()
+    if tasks_of_harness is not None:
+        report_tasks(flags, config, tasks_of_harness)
+        return 0
+    if roles.reading(config.algorithm) is not None:
+        report_reward_model(flags)
+        return 0
+    if ranks_pairs(config, flags):
+        report_ranking(flags)
+        return 0
+    rows = held_out(config, flags)
+    config = with_judge(with_reward(config, rows, flags), flags)
+    language, params = load_language(flags.model, config)
+    problems = tasks.problems(rows)
+    preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
+    demonstrations = [row for row in rows if tasks.brings_text(row)]
+    if demonstrations and flags.guide is None:
+        report_loss(flags, loss(config, language, params, demonstrations))
+    is_judged = config.evaluation_reward is not None or compose.is_judged(config)
+    if not is_judged or not problems:
+        return 0
+    scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
+    if flags.guide is not None:
+        report_guided(config, language, params, problems, scorer, flags)
+        return 0
+    if flags.data.templates:
+        report_templates(flags, config, language, params, problems, scorer)
+        return 0
+    score = None if flags.kl_to is None else other_score(flags, config, language)
+    results = answer(config, language, params, problems, scorer, flags)
+    report(flags, scorer, results)
+    if score is not None:
+        report_kl(flags, model_kl.per_token(results["sampled"].rollout, score))
+    if flags.target_entropy is not None:
+        report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
     return 0
 
 

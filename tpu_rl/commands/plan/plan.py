@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 # functions.
 from tpu_rl.cost_model import Topology, topologies
 from tpu_rl.cost_model.cards import CARDS, Card
-from tpu_rl.errors import InputError, MachineError, TpuRlError, refused, typed_command
+from tpu_rl.errors import InputError, MachineError, refused, reported, typed_command
 
 if TYPE_CHECKING:
     from tpu_rl.commands.config import ExperimentConfig
@@ -47,15 +47,12 @@ ENVIRONMENT = {
 """Environment variables with which libtpu compiles on a machine without a TPU."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    try:
-        flags, run_flags = parse(argv)
-        prepare(flags)
-        return run(flags, run_flags)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    flags, run_flags = parse(argv)
+    prepare(flags)
+    return run(flags, run_flags)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -41,7 +41,7 @@ from tpu_rl.commands.recipe.recipe_file import START, Keep, Recipe
 from tpu_rl.data import Row
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import task_of
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, TpuRlError, reported, typed_command
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.report import markdown
@@ -70,6 +70,7 @@ class Flags:
     """Write the recipes that ship with the package to this new folder, and stop."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("recipe"), description=__doc__)
@@ -100,9 +101,6 @@ def main(argv: list[str]) -> int:
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except KeyboardInterrupt:
         print(f"interrupted\n  to go on: {command}", file=sys.stderr)
         return INTERRUPTED

@@ -34,7 +34,7 @@ from tpu_rl import ranges, run_files, tokenizers
 from tpu_rl.commands import saved_run
 from tpu_rl.commands.serve import model_app
 from tpu_rl.commands.serve.model_app import ModelLength
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, TpuRlError, reported, typed_command
 from tpu_rl.ranges import Count
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.config import is_temperature
@@ -67,18 +67,15 @@ class Flags:
     """The default is the run's."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("chat"), description=__doc__)
-    try:
-        check(flags)
-        compilation_cache.enable()
-        with contextlib.ExitStack() as stack:
-            speakers = [stack.enter_context(speaker(name, flags)) for name in flags.models]
-            converse(speakers, flags)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    check(flags)
+    compilation_cache.enable()
+    with contextlib.ExitStack() as stack:
+        speakers = [stack.enter_context(speaker(name, flags)) for name in flags.models]
+        converse(speakers, flags)
     return 0
 
 

@@ -37,7 +37,7 @@ from tpu_rl.commands import compose, roles, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.commands.serve import model_app
 from tpu_rl.commands.serve.model_app import ModelLength
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.ranges import Count, In
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import TurnRequest
@@ -109,23 +109,20 @@ class Flags:
     states of its own."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("serve"), description=__doc__)
-    try:
-        check(flags)
-        server.require_packages()
-        pixels = (flags.min_pixels, flags.max_pixels)
-        config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
-        bound = server.bind(flags.host, flags.port)
-        compilation_cache.enable()
-        if flags.tinker:
-            with lock.hold(flags.state_dir):
-                serve_tinker(flags, config, bound)
-        else:
-            serve(flags, config, bound)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    check(flags)
+    server.require_packages()
+    pixels = (flags.min_pixels, flags.max_pixels)
+    config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
+    bound = server.bind(flags.host, flags.port)
+    compilation_cache.enable()
+    if flags.tinker:
+        with lock.hold(flags.state_dir):
+            serve_tinker(flags, config, bound)
+    else:
+        serve(flags, config, bound)
     return 0
 
 

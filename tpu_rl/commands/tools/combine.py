@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.tools import combined_files, deltas
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.report import markdown
 
 OPERATIONS = {
@@ -61,20 +60,17 @@ class Flags:
     """With --deltas: the number of principal directions that are compared."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("combine"), description=__doc__)
-    try:
-        if flags.deltas and problems:
-            raise InputError("--deltas answers no problems", where="--", fix="leave them out")
-        if flags.deltas:
-            report_deltas(flags)
-        else:
-            write(flags, problems)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    if flags.deltas and problems:
+        raise InputError("--deltas answers no problems", where="--", fix="leave them out")
+    if flags.deltas:
+        report_deltas(flags)
+    else:
+        write(flags, problems)
     return 0
 
 

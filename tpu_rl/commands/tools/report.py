@@ -27,7 +27,7 @@ import tyro
 
 from tpu_rl import report
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.errors import InputError, TpuRlError, refused, typed_command
+from tpu_rl.errors import InputError, TpuRlError, refused, reported, typed_command
 from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
@@ -58,23 +58,20 @@ class Flags:
     """The port to serve on; 0 is any that is free."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("report"), description=__doc__)
-    try:
-        check(flags)
-        if flags.serve:
-            serve(flags.run_dirs, flags.port)
-        elif len(flags.run_dirs) == 1:
-            write(flags.run_dirs[0])
-        else:
-            path = flags.to or Path(COMPARISON)
-            page = report.build_comparison([remote_run.fetch(name) for name in flags.run_dirs])
-            path.write_text(page, encoding="utf-8")
-            print(f"wrote {path}")
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    check(flags)
+    if flags.serve:
+        serve(flags.run_dirs, flags.port)
+    elif len(flags.run_dirs) == 1:
+        write(flags.run_dirs[0])
+    else:
+        path = flags.to or Path(COMPARISON)
+        page = report.build_comparison([remote_run.fetch(name) for name in flags.run_dirs])
+        path.write_text(page, encoding="utf-8")
+        print(f"wrote {path}")
     return 0
 
 
