@@ -28,7 +28,6 @@ def exports(package: str, file: str) -> None:
     `tpu_rl.algos.grpo` is the function, and `from tpu_rl.algos.grpo import grpo` reads the module.
 
     Args:
-        package: the `__name__` of the package.
         file: the `__file__` of the package. Its block has only `from MODULE import NAME [as NAME]`.
     """
     block = next(

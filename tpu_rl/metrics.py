@@ -92,10 +92,6 @@ def open_metrics(
       resume_step: the step of the checkpoint that the run resumes from; -1 for a new run. Rows of
         later steps, which an earlier attempt left, are deleted.
       total_steps: the number of steps of the run, for the console.
-      tensorboard: whether to write TensorBoard's files.
-      wandb: whether to send metrics to Weights & Biases.
-      trackio: whether to send metrics to trackio.
-      mlflow: whether to send metrics to MLflow.
       config: the configuration of the run, for dashboards. They get it without secrets.
       show: steps between those whose best and worst completion the console prints; 0 for none.
 

@@ -188,7 +188,6 @@ def read_config(path: Path, may_be_edited: bool = False) -> tuple[dict[str, Any]
     """Return (values, text) of a configuration that a run has saved.
 
     Args:
-        path: the file.
         may_be_edited: whether a person may have changed it since.
     """
     text = read_text(path)
@@ -337,7 +336,6 @@ def changed_rows(run_dir: Path, recorded: dict[str, dict[str, Any]]) -> Iterator
     """Yield (file, what is wrong) for each file of rows that does not begin with what was recorded.
 
     Args:
-        run_dir: the run folder.
         recorded: what `RowHashes.current` returned at a checkpoint.
     """
     for name, expected in recorded.items():

@@ -155,10 +155,6 @@ def refuse_outside_files(content: dict[str, Any], path: Path) -> None:
 
     Some versions of transformers open the files that it names. Names of files that exist only on
     the author's machine are harmless.
-
-    Args:
-      content: the content of tokenizer_config.json.
-      path: its path.
     """
     for key, value in content.items():
         if not isinstance(value, str) or not (key.endswith("_file") or key in ("vocab", "merges")):

@@ -44,7 +44,6 @@ def hold(store: Store, on_lost: Callable[[str], None]) -> Iterator[Callable[[], 
     """Create the run folder if needed and hold its lock.
 
     Args:
-      store: the run folder.
       on_lost: called with a message if another job has taken the lock over, either by the
         heartbeat thread or by the function that this yields.
 

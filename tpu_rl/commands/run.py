@@ -95,7 +95,6 @@ def start(
     """Check everything that can be wrong, then run. Every process of the run calls it.
 
     Args:
-        config: the configuration.
         command: what continues the run, for messages.
         leave: ends the process at a SIGTERM before the first step. Without it, that step is taken.
     """

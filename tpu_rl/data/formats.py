@@ -112,7 +112,6 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
 
     Args:
         file: the file, for error messages.
-        text: its content.
         parse: returns (value, end) of the JSON value at a position, or raises ValueError.
     """
 

@@ -49,7 +49,6 @@ def canonical(value: Any, place: str) -> Any:
     Further keys stay. What is no message is left for the check of the row to name.
 
     Args:
-        value: a list of messages, or one message.
         place: the column, for errors.
 
     Raises:

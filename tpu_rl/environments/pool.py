@@ -120,7 +120,6 @@ class EnvironmentPool:
         Args:
             environment: a name, see `named.load`; or a class, or a dict of classes by the values of
                 the column `environment`, which run in this process.
-            limits: the limits of workers.
 
         Raises:
             InputError: if it does not load, or does not fulfill the contract.

@@ -91,7 +91,6 @@ def evaluate(
     Args:
         engine: its group size is the number of completions per problem. The first of its reward
             functions says which completions are correct; the others are measured.
-        params: the whole params tree.
         rows: the problems, each with a `prompt`.
         readers: read final answers, for majority votes. Those of whole groups are asked only where
             a problem has several completions.

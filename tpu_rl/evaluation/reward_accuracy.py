@@ -253,10 +253,7 @@ def step_judge(
     Slices are the places of steps in their solution.
 
     Args:
-        model: the process reward model.
         select: selects its params from the whole tree.
-        rows: held-out rows of labeled steps.
-        tokenizer: encodes the rows.
         max_length: tokens of a prompt with its completion.
     """
     if not rows:

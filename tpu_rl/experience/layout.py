@@ -217,7 +217,6 @@ def layout_of(
     """Return the place of each token in the packed rows of the micro-batches.
 
     Args:
-        batch: the size of packed rows.
         data: a pytree with `action_mask` [N, T] and `group_id` [N].
         paths: fill `Layout.paths`.
         with_room: make room for N texts of T tokens each, so that all batches of N texts have one

@@ -288,7 +288,6 @@ def add_rows(
     nothing; the console says so.
 
     Args:
-        scored: completions of single turns.
         rows_of_groups: for each group, in order, its further rows.
         source: whose they are.
 

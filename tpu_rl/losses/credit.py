@@ -119,7 +119,6 @@ def credited_advantages(
         reward    the sum from turn k on of the advantages of rewards among all turns of the group
 
     Args:
-      rollout: the completions.
       rewards: [N, T], from which returns of turns are computed.
       returns: [N], the sums of the rows' rewards.
       advantage: a group baseline, e.g. `advantages.group_scaled`.

@@ -48,9 +48,7 @@ def mixed_log_probs(
     """Compute the log-probs of tokens after mixed inputs, [R, S].
 
     Args:
-      role: the policy.
       params: the whole params tree, of which `name` is the role's entry.
-      rows: packed rows.
       mask: [R, S] bool, the learned tokens.
       name: of the role's entry.
     """

@@ -58,9 +58,6 @@ def token_log_probs(
     something else too (a value head), compute them once and call `log_probs_of_hidden`.
 
     Args:
-      role: the model.
-      params: the whole params tree.
-      rows: packed rows.
       temperature: divides the logits.
       entropy_gradient: whether gradients flow through the entropy.
       chunk_tokens: tokens whose logits a device holds at once; chosen if not given.
@@ -195,7 +192,6 @@ def over_actions(
     Args:
       function: (tokens [R, C], *states [R, C, D]) -> a pytree of [R, C, ...]. The states are those
         of `hidden` that predict the tokens.
-      rows: packed rows.
       *hidden: hidden states [R, S, D] of one model or of several.
       chunk_tokens: size of a chunk per device. Rows are spread over all devices and stay whole, so
         that their sharding does too.

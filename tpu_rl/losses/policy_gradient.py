@@ -122,7 +122,6 @@ def policy_loss(
 
     Args:
       policy: log-probs [R, S] under the params being trained.
-      batch: the micro-batch.
       surrogate: the losses of tokens.
       parts: in the order of their effects.
       params: the whole params tree, for parts with models of their own.

@@ -213,7 +213,6 @@ def correct(
 
     Args:
       config: what to compute.
-      rollout: the completions.
       layout: their places in packed rows.
       actions: [N, T] bool, the actions of the policy's own rows.
       old: packed log-probs of the old policy; None: the sampler's.

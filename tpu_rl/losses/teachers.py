@@ -141,8 +141,6 @@ def compare(
 
     Args:
       roles: "policy" and the roles that the teacher is made of.
-      params: the whole params tree.
-      rows: packed rows.
       teacher: function from the roles' logits to the target.
       beta: see `divergences.jensen_shannon`.
       temperature: divides all logits.
@@ -178,9 +176,6 @@ def compare_with_top(
     """Compute the divergence of `compare` with `top_k` at temperature 1 from a teacher's top alone.
 
     Args:
-      policy: the role that learns.
-      params: the whole params tree.
-      rows: packed rows.
       ids: [R, S, k] the teacher's likeliest tokens in the place of each token.
       log_probs: [R, S, k] float32, theirs.
       beta: see `divergences.jensen_shannon`.

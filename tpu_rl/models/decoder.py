@@ -315,10 +315,7 @@ def low_rank(
     """Return the output of the adapter of a weight for x [B, T, inputs].
 
     Args:
-        config: the model.
         equation: the einsum of x and the weight.
-        x: the inputs.
-        name: the weight.
         a: the adapter's A; with `adapter_rows`, one for each of the B rows.
         b: the adapter's B, likewise.
     """
@@ -342,7 +339,6 @@ def by_row(
     """Return function(*inputs, *weights), of each row and its own weights with `adapter_rows`.
 
     Args:
-        config: the model.
         function: maps inputs [B, ...] and weights to outputs [B, ...].
         inputs: arrays [B, ...].
         weights: the same for all rows; with `adapter_rows`, arrays [B, ...] of one for each.

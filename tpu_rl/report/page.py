@@ -84,7 +84,6 @@ def write_report(run_dir: str | os.PathLike[str], *, live: bool = False) -> None
     """Write report.html into a run folder.
 
     Args:
-        run_dir: the run folder.
         live: whether the run is on. Then the page says so, and reloads itself.
 
     Raises:
@@ -108,7 +107,6 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
     """Return the page of a run as HTML.
 
     Args:
-        run_dir: the run folder.
         refresh_seconds: after how long the page reloads itself if the run is not finished.
 
     Raises:

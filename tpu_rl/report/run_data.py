@@ -158,7 +158,6 @@ def read_run(folder: Path, live: bool = False) -> Run:
     """Read a run folder.
 
     Args:
-        folder: the run folder.
         live: True while the run is active. Skips the (slow) check of samples.jsonl against the
             checkpoints.
 

@@ -35,7 +35,6 @@ def build_comparison(
     """Return the page of several runs as HTML.
 
     Args:
-        run_dirs: their folders.
         refresh_seconds: after how long the page reloads itself if a run is not finished.
 
     Raises:

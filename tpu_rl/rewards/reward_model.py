@@ -257,7 +257,6 @@ def score_rows(
 
     Args:
         score: the model's `Score`, or with `ends` its `Shares`.
-        params: those of the model.
         tokens: [N, T].
         action_mask: [N, T], True on completions and their ends.
         batch_rows: rows per call.

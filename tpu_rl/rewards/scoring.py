@@ -154,7 +154,6 @@ def score(
     parts would not compare with the totals of other rows.
 
     Args:
-        reward_functions: name -> function.
         prompts: [N] texts or lists of messages.
         completions: [N] texts or lists of messages.
         columns: the data's other columns; each has N values.

@@ -144,7 +144,6 @@ def parse_all(texts: Iterable[str], is_whole: bool = True) -> tuple[RewardTerm, 
     """Return the terms of a total, each once.
 
     Args:
-        texts: the terms.
         is_whole: nothing else gives rewards, so one of the terms must count.
 
     Raises:

@@ -86,7 +86,6 @@ class Worker:
 
         Args:
             arguments: keyword arguments; each list has one entry per completion.
-            size: number of completions.
             seconds: time for the call. The start of a process does not count.
             deadline: absolute limit for everything, of time.monotonic().
 

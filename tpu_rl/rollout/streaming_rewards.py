@@ -38,7 +38,6 @@ class StreamingRewards:
         """Prepare for N completions.
 
         Args:
-            reward_functions: name -> reward function.
             prompts: [N] the prompt of each completion.
             columns: the other columns of the data rows, [N] each.
             group_size: completions per prompt.
@@ -47,7 +46,6 @@ class StreamingRewards:
             max_completions: the most completions that will be asked about; by default all of
                 `local`. A question about some of them may take that share of the time that a batch
                 may take (`IsolatedReward.limited_to_share`).
-            step: the step of the run.
             is_truncated: returns True if a completion of these token ids has no end. Without it,
                 functions that ask for `truncated` are called after the last row has ended.
 

@@ -105,7 +105,6 @@ def end_all(text: str, code: int, after: float = 0.0) -> None:
 
     Args:
       text: the message to print, unless another process has ended the run first.
-      code: the exit code.
       after: the delay in seconds.
     """
     for watch in _watches:

@@ -67,8 +67,6 @@ def sample(
     a callback raises an exception, sampling ends with it.
 
     Args:
-        policy: the policy to sample from.
-        params: its params.
         prompts: lists of token ids, not empty and not necessarily of equal length.
         key: random key of this call; see `run_key`.
         config: lengths, the distribution of tokens, the number of slots, speculation.

@@ -149,8 +149,6 @@ class ConversationSampler:
         """Prepare empty slots.
 
         Args:
-            policy: the policy to sample from.
-            params: its params.
             config: the distribution of tokens, and `max_new_tokens`, the longest turn. Slots,
                 groups and speculation of the config are not used. Segments have at most
                 `STEPS_PER_SEGMENT` steps.

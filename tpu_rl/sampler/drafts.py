@@ -62,9 +62,6 @@ def make_draft(
     """Return the draft of `config.speculation`, or None without speculation.
 
     Args:
-        policy: the policy to sample from.
-        params: params that the policy and the drafter read.
-        config: the sampler's settings.
         drafter: the small model that `config.speculation.model` names, or None.
         length: largest number of tokens in a row.
 
@@ -180,7 +177,6 @@ def _longest_match(
     Behind a short prompt, the other completions are therefore read from their beginning.
 
     Args:
-        inputs: the rows.
         texts: [B, G, n] int32, NO_TOKEN where there is no token.
         before_texts: [B, ngram] int32, the tokens before the texts.
         column: [B] int32, the column at which the row continues. Of equally long matches, the one

@@ -320,14 +320,10 @@ def token_kl(
     The KL is over the whole vocabulary, at the temperature, before any truncation.
 
     Args:
-      policy: the guided policy.
-      reference: the reference.
-      params: the params tree of both.
       tokens: [B, T], laid out as the sampler does.
       begins: [B], first token of each completion, at most `prompt_length`.
       ends: [B], end of each completion, with ends - begins <= T - prompt_length.
       prompt_length: columns that are read in one call.
-      temperature: sampling temperature.
 
     Returns:
       [B, T], zero outside completions.

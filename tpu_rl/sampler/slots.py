@@ -145,7 +145,6 @@ def map_devices(
     """Apply a function to each device's own part of the arguments.
 
     Args:
-        mesh: mesh of the arrays, or None.
         function: returns a tuple of `num_results` results. They have the same structure as the
             first `num_results` arguments, and are sharded like them.
         arguments: Slots, Pool, Queue, Outputs or arrays with rows on axis 0.

@@ -69,9 +69,6 @@ def run(
     """Run a program.
 
     Args:
-        program: Python source.
-        stdin: its standard input.
-        limits: what the run may use.
         confine: if False, the program has limits, but otherwise the rights of this process.
 
     Raises:

@@ -70,10 +70,8 @@ def passes(
     """Return True if a program passes a test in a process apart from it.
 
     Args:
-        program: Python source.
         test: {"input": text, "output": text} of stdin and stdout, or statements with asserts about
             what the program defines.
-        limits: what the program may use.
         confine: see `sandbox.run`.
 
     Raises:

@@ -120,7 +120,6 @@ class EpisodeAccount(Account):
         """Start without calls.
 
         Args:
-            tokenizer: the tokenizer of the run.
             numbers: yields a new number for each conversation.
             row_key: the random key of the episode.
             first_prompt: the ids of the data row's prompt. The first call with them has the

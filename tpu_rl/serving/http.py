@@ -74,7 +74,6 @@ def application(
     """Return the ASGI application of a table of endpoints.
 
     Args:
-        endpoints: the table.
         find_account: API key, or None without one -> account; None or False if the key is wrong.
         rest: answers the requests that no endpoint matches, whatever their methods and paths.
         is_open: no key is needed. Then only requests to a loopback name are answered, so that no

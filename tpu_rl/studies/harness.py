@@ -124,8 +124,6 @@ def evaluate(
     """Return each measure of each task, as "TASK MEASURE", with its 95 % interval.
 
     Args:
-        model: the model.
-        tasks: of `load_tasks`.
         limit: examples of a task; None is all of them.
         seed: of samples, for tasks that draw them.
         apply_chat_template: ask by conversations. Otherwise the model continues texts.
@@ -301,7 +299,6 @@ def complete(
     """Return a completion of each prompt, up to the first stop string.
 
     Args:
-        model: the model.
         prompts: token ids. Long ones lose their beginning.
         settings: the keys of a task's `generation_kwargs`.
         seed: of samples.

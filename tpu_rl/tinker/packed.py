@@ -77,7 +77,6 @@ def pack(
 
     Args:
         settings: those of the request's loss.
-        data: checked data.
         width: number of targets after each token, C.
         row_multiple: the rows of a micro-batch are a multiple of this.
         share_prefixes: whether tokens that data begin with stand once. False for models with a

@@ -466,9 +466,6 @@ class Service:
         """Start without sessions.
 
         Args:
-            learner: the model and its programs.
-            tokenizer: the tokenizer of the model.
-            store: where states are saved.
             num_slots: completions decoded at once.
             most_runs: training clients at once, of all sessions.
             users: who have sessions.

@@ -76,7 +76,6 @@ class Store:
 
         Args:
             path: a path of Tinker.
-            adapter: the adapter.
             about: further facts, which `describe` returns.
             seconds: the state expires after this time; None: never.
         """

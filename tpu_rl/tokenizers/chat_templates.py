@@ -85,8 +85,6 @@ def render(
     """Return the text of a conversation.
 
     Args:
-        template: the chat template.
-        messages: the conversation.
         add_generation_prompt: whether to add the beginning of the assistant's turn.
         variables: what else the template reads, such as special tokens by their names.
         tools: descriptions of the functions that the assistant may call.

@@ -94,7 +94,6 @@ def turns_by_difference(
     line break, is no part of the turn: there the sampler has stopped already.
 
     Args:
-        conversation: the conversation.
         answers: positions of the assistant's messages.
         ends: literals of the control tokens that end a turn.
     """

@@ -103,7 +103,6 @@ def require_same_tokens(tokenizer: Tokenizer, directory: Path, role: str) -> Non
     """Check that a model directory reads the same token ids as the run.
 
     Args:
-        tokenizer: the run's tokenizer.
         directory: a model directory. Without a tokenizer of its own it passes.
         role: the role of the model, for the message.
 

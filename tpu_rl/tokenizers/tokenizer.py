@@ -219,7 +219,6 @@ class Tokenizer:
         message spells cannot be told apart.
 
         Args:
-            messages: the conversation.
             prefill: what the assistant's next turn begins with.
 
         Raises:
@@ -355,7 +354,6 @@ class Tokenizer:
         by default 1; one with weight 0 is not learned.
 
         Args:
-            messages: the conversation.
             num_given: the number of messages that belong to the prompt, which is not learned.
             tools: descriptions of functions, for the template.
 
@@ -699,7 +697,6 @@ class Tokenizer:
         Args:
             ids: ids that end with those of the text.
             start: where these begin.
-            text: the text.
             spans: `start` and `end`, characters of the text in order, and `weight`.
 
         Raises:

@@ -53,7 +53,6 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
     """Return the content of a YAML file, a mapping that is not empty.
 
     Args:
-        path: the file.
         where: the place that errors name, by default the file.
 
     Raises:

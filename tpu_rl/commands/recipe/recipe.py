@@ -137,7 +137,6 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
     comes from another is checked with the model that the chain begins with.
 
     Args:
-        recipe: the recipe.
         shows: also print what each stage would do.
     """
     configs = parse(recipe)
@@ -408,10 +407,8 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
     """Return (the rows to keep, counts of what was sampled, judged, passing and kept).
 
     Args:
-        rows: the prompts.
         scored: the completions, those of a prompt beside each other. A completion whose reward is
             NaN is never kept.
-        keep: the rule.
     """
     group = len(scored.completions) // len(rows)
     rewards = [float(reward) for reward in scored.rewards]

@@ -131,7 +131,6 @@ def read(path: Path, seed: int | None = None) -> Recipe:
     """Read a recipe and resolve its references.
 
     Args:
-        path: the file.
         seed: the seed of all stages, in a folder of its own below the recipe's. None leaves the
             seeds and the folder as they are in the file.
 

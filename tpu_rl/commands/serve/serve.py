@@ -280,11 +280,9 @@ def answer(
     """Run a server until a signal comes.
 
     Args:
-        running: the server, which is not started.
         line: its URL -> what to print once it answers.
         step: does the next work of the devices, or waits for some.
         wake: lets `step` return soon.
-        end: ends the work.
     """
     running.start()
     print(line(running.url), file=sys.stderr, flush=True)

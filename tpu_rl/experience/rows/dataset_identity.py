@@ -49,10 +49,7 @@ def make_stream(
     """Return the rows of a file, endlessly, in batches, after comparing them with the run's.
 
     Args:
-        rows: the training rows.
         spec: what the algorithm learns from. Stages that read other columns have other digests.
-        batch_size: rows per batch.
-        seed: seed of their order.
         run_dir: the run folder, with the digests of the rows that the run began with.
         data_path: where the rows are from, for error messages.
         accept_change: whether rows that differ are accepted.

@@ -51,7 +51,6 @@ def log_ratios(
     Args:
         spec: the teacher's role, the column of hints, and the template of prompts.
         log_probs: of the teacher, at the sampler's temperature.
-        tokenizer: encodes prompts.
         columns: the largest number of tokens of a text.
     """
 

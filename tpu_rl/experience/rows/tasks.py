@@ -48,9 +48,6 @@ def make_stream(
 
     Args:
         data_config: a task's settings, or files.
-        spec: what the algorithm learns from.
-        tokenizer: measures prompts.
-        batch_size: rows per batch.
         seed: seed of the problems of a task, and of the order of rows.
         num_held_out: rows of a file that are held out, if no other file has the held-out rows.
         max_prompt_tokens: rows of a file with a longer prompt are dropped, with a warning.

@@ -31,7 +31,6 @@ def accepted_source(
 
     Args:
         engine: samples as the role `sampled_by`.
-        stream: data rows.
         rule: which completions are accepted.
         sampled_by: the role that samples.
     """

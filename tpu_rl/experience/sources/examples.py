@@ -43,8 +43,6 @@ def of_row(
 
     Args:
         row: a row with the columns of `spec`.
-        spec: what the algorithm learns from.
-        tokenizer: renders conversations and encodes texts.
         max_prompt_tokens: the largest number of tokens of a prompt.
         max_new_tokens: the largest number of tokens of a completion.
     """

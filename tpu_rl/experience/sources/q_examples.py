@@ -106,9 +106,6 @@ def q_example_source(
     Args:
         engine: samples and scores examples; see `q_engine`.
         rows: the prompts of this round.
-        params: the whole params tree at the beginning of the stage.
-        spec: the round.
-        run_dir: the folder of the run.
         decode: returns the text of token ids (`Tokenizer.decode`).
 
     Raises:

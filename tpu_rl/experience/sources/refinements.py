@@ -53,9 +53,6 @@ def refinement(
 
     Args:
         engine: samples a completion of each prompt by the policy, and scores it.
-        spec: the critique.
-        tokenizer: measures prompts.
-        max_prompt_tokens: tokens of a prompt.
     """
 
     def add(scored: Scored, step: int, state: TrainState) -> Scored:

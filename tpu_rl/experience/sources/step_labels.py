@@ -72,7 +72,6 @@ def monte_carlo_step_source(
 
     Args:
         engine: completes the prompts, and judges the completions.
-        stream: data rows.
         roll_out: continues prefixes, `config.continuations` times each.
         scorer: judges what was continued.
         config: a ProcessRewardConfig.

@@ -700,11 +700,9 @@ def attention(
     """Return the attention [B, K, G, E] of query [B, K, G, E].
 
     Args:
-        config: constants.
         query: G query heads per KV head.
         leaves: keys and values [L, B, ..., S, E]; with int8, also their scales [L, B, ..., S]. S
             must be a multiple of `LANES`.
-        layer: number of the layer.
         first_head: the KV heads are K heads of the cache from this one on.
         first, end: [B] int32: a row sees the tokens [first, end), at least one and no more than S.
             Their place in the cache is their number modulo S.

@@ -27,7 +27,6 @@ def require_supported(
 
     Args:
         fields: name -> (value, True if it is supported).
-        where: the file.
         why: what would be wrong.
         fix: a remedy.
         subject: what has the field, before its name in the error.

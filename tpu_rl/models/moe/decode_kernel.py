@@ -136,7 +136,6 @@ def product(x: Array, stack: Array, layer: Array, ends: Array, scale: Array | No
     Args:
         x: rows.
         stack: matrices [L, E, I, O], in eight bits or the type of x.
-        layer: number of the layer.
         ends: [E] int32: the end of each expert's rows.
         scale: [E, O] float32: factors of the layer's outputs.
     """

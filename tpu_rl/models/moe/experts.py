@@ -153,7 +153,6 @@ def is_read_in_place(config: MoeConfig, num_tokens: int, name: str, stack: Any, 
     convert the matrix anyway.
 
     Args:
-        config: the mixture.
         num_tokens: tokens of all devices.
         name: one of `EXPERT_MATRICES`.
         stack: [L, E, I, O], the matrices of all layers as stored, or their shape and dtype.

@@ -164,10 +164,7 @@ class Episodes:
         """Prepare for N = len(rows) * group_size episodes.
 
         Args:
-            rows: the data row of each group.
             group_size: episodes per row.
-            pool: the environments.
-            tokenizer: reads turns and writes observations.
             max_turns: turns of the policy in an episode, at least 1.
             max_observation_tokens: tokens that may follow a turn.
             refuses_long: whether longer observations are faults. By default they are cut.
