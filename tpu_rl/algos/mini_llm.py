@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
 from tpu_rl.losses.policy_batch import PolicyBatch, begin
@@ -75,12 +74,6 @@ def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> A
 
 def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build MiniLLM. It learns from a Rollout, whose rewards it does not read."""
-    if sampling.temperature <= 0:
-        raise InputError(
-            "distributions are compared at a temperature above 0",
-            where="--sampling.temperature",
-            fix="use 1.0",
-        )
     surrogate = clipped(config.clip, config.clip)
     corrections = config.correction_parts()
 

@@ -460,13 +460,18 @@ def rollout_columns(
         ]
     requested = {name for function in functions for name in rewards.requested_columns(function)}
     if "environment_rewards" in requested - columns.keys():
-        raise InputError(
-            "the reward environment has no value",
-            where="--reward",
-            why="no environment gives rewards",
-            fix="name one with get_reward: --environment",
-        )
+        raise without_environment()
     return {name: column() for name, column in columns.items() if name in requested}
+
+
+def without_environment() -> InputError:
+    """Return the error of the reward `environment` where there is none."""
+    return InputError(
+        "the reward environment has no value",
+        where="--reward",
+        why="no environment gives rewards",
+        fix="name one with get_reward: --environment",
+    )
 
 
 def answers_of(sampled: Sampled) -> list[Any]:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tpu_rl.errors import InputError
+from tpu_rl import ranges
+from tpu_rl.ranges import NotNegative
 from tpu_rl.runtime import child_processes, process_group
 from tpu_rl.runtime.stdio import write_error
 
@@ -40,23 +41,16 @@ REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class WatchdogConfig:
+class WatchdogConfig(ranges.Checked):
     """The options of the watchdog."""
 
-    minutes: float = 30.0
+    FLAG = "--watchdog"
+    minutes: NotNegative = 30.0
     """End a run after so many minutes without progress, with exit code 75; 0 waits forever.
 
     The longest legitimate silences are the first compilation of a large model's step and a
     checkpoint to a slow disk, which take minutes each.
     """
-
-    def __post_init__(self):
-        if not self.minutes >= 0:
-            raise InputError(
-                f"a limit of {self.minutes} minutes",
-                where="--watchdog.minutes",
-                fix="use 0 for no watchdog, or more",
-            )
 
 
 @dataclass

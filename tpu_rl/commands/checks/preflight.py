@@ -512,12 +512,7 @@ def require_reward(config: ExperimentConfig) -> None:
     if compose.is_judged(config) or config.rollout.likelihood.coef or has_hints:
         return
     if ENVIRONMENT in config.reward_names:
-        raise InputError(
-            "the reward environment has no value",
-            where="--reward",
-            why="no environment gives rewards",
-            fix="name one with get_reward: --environment",
-        )
+        raise scoring.without_environment()
     if not config.reward and sources & REWARDED:
         raise InputError(
             "no reward given",

@@ -25,10 +25,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.tools import combined_files, deltas
@@ -104,8 +102,8 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
     if len(problems) > 1:
         raise InputError("a sweep has one set of problems", where="--", fix="give one")
     config = configuration.parse(problems[0]) if problems else None
-    base = models.find_directory(address_of(flags.base)) if flags.base is not None else None
-    paths = [models.find_directory(address_of(name)) for name, _ in pairs]
+    base = Path(answers.address_of(flags.base)) if flags.base is not None else None
+    paths = [Path(answers.address_of(name)) for name, _ in pairs]
     measured = []
     for name, s in points:
         terms = [(path, weight_of(text, s)) for path, (_, text) in zip(paths, pairs, strict=True)]
@@ -162,22 +160,6 @@ def weight_of(text: str, s: float) -> float:
     )
 
 
-def address_of(name: str) -> str:
-    """Return the directory or hub id of a model; of a run folder, that of its trained model.
-
-    Raises:
-        InputError: if the run has none yet.
-    """
-    if not remote_run.is_run(name):
-        return roles.model_path(name)
-    folder = remote_run.fetch(name) / "model"
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            "the run has no model yet", where=name, fix="let it end, or use tpu-rl export"
-        )
-    return str(folder)
-
-
 def report_deltas(flags: Flags) -> None:
     """Print what the training of each model changed, and the cosines of the changes."""
     if not flags.terms or flags.to is not None or flags.directions < 1:
@@ -199,7 +181,7 @@ def report_deltas(flags: Flags) -> None:
                 where=name,
                 fix="add --base DIR",
             )
-        before, after = (models.find_directory(address_of(path)) for path in (base, name))
+        before, after = (Path(answers.address_of(path)) for path in (base, name))
         rows = list(deltas.deltas(before, after, flags.directions))
         found.append((name, before, after))
         # Names of weights have no spaces, and would be cut.

@@ -140,27 +140,18 @@ def _find_files(directory: Path) -> list[Path]:
             fix=f"add {INDEX}, or keep one file",
         )
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
+    why = ""
+    fix = "download the model again, with its weights; or begin from random ones: "
+    fix += "--model.random-init"
     if pickles:
-        raise InputError(
-            "no safetensors file in the model directory",
-            where=str(directory),
-            why=f"it has only pickled weights ({pickles[0]}), which can run code when read",
-            fix="convert them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)",
-        )
-    if any(directory.glob("*.gguf")):
-        raise InputError(
-            "no safetensors file in the model directory",
-            where=str(directory),
-            why="it has GGUF files, whose weights are mostly quantized for llama.cpp",
-            fix="give the model that they were made of",
-        )
-    raise InputError(
-        "no safetensors file in the model directory",
-        where=str(directory),
-        fix="download the model again, with its weights; to begin from random ones, give "
-        "--model.random-init",
-    )
+        why = f"it has only pickled weights ({pickles[0]}), which can run code when read"
+        fix = "convert them with transformers: "
+        fix += "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
+    elif any(directory.glob("*.gguf")):
+        why = "it has GGUF files, whose weights are mostly quantized for llama.cpp"
+        fix = "give the model that they were made of"
+    what = "no safetensors file in the model directory"
+    raise InputError(what, where=str(directory), why=why, fix=fix)
 
 
 def _read_index(index: Path) -> list[str]:
