@@ -523,12 +523,9 @@ def _markdown_table(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _markdown_row(cells: Sequence[Any]) -> str:
     """Return a line of a table, in which no cell is Markdown or HTML."""
-    texts = ("" if cell is None else re.sub(r"[|`<>]", _entity, str(cell)) for cell in cells)
+    texts = ("" if cell is None else str(cell) for cell in cells)
+    texts = (re.sub(r"[|`<>]", lambda mark: f"&#{ord(mark[0])};", text) for text in texts)
     return f"| {' | '.join(texts)} |".replace("\n", "<br>")
-
-
-def _entity(match: re.Match[str]) -> str:
-    return f"&#{ord(match[0])};"
 
 
 def _as_text(value: Any) -> str:

@@ -309,10 +309,6 @@ def _valid_positions(size: int, kernel: int, outputs: int, window: _Window) -> i
 # --- bytes of main memory ---
 
 
-def _bytes(shapes: Sequence[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
-
-
 def _main_memory_bytes(shapes: Sequence[Shape]) -> int:
     return sum(shape.bytes for shape in shapes if shape.space == 0)
 
@@ -321,7 +317,7 @@ def _part_bytes(part: Sequence[Shape], whole: Sequence[Shape]) -> float:
     """Return the bytes of a part of an array with its share of the padding, not that of its own
     layout."""
     logical = sum(shape.logical_bytes for shape in whole)
-    padding = _bytes(whole) / logical if logical else 1.0
+    padding = sum(shape.bytes for shape in whole) / logical if logical else 1.0
     return padding * sum(shape.logical_bytes for shape in part)
 
 

@@ -61,7 +61,7 @@ class Shape(NamedTuple):
         """Return True for a row of the shape that lacks our columns."""
         return (
             all(name in row and isinstance(row[name], kind) for name, kind in self.has.items())
-            and _lacks(row, *self.lacks)
+            and not any(column in row for column in self.lacks)
             and self.where(row)
         )
 
@@ -463,10 +463,6 @@ def _same(first: list[Any], second: list[Any]) -> bool:
 
 
 # --- the shapes of datasets ---
-
-
-def _lacks(row: Row, *columns: str) -> bool:
-    return not any(column in row for column in columns)
 
 
 def _sharegpt(row: Row) -> Row:

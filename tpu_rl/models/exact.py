@@ -194,16 +194,12 @@ def unembed(hidden: Array, matrix: Array) -> Array:
     )
 
 
-def _unembed_forward(hidden: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
-    return unembed(hidden, matrix), (hidden, matrix)
-
-
 def _unembed_backward(terms: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     _, pull_back = jax.vjp(functools.partial(_float32_einsum, UNEMBED), *terms)
     return pull_back(gradient)
 
 
-unembed.defvjp(_unembed_forward, _unembed_backward)
+unembed.defvjp(lambda *inputs: (unembed(*inputs), inputs), _unembed_backward)
 
 
 UNEMBED = "btd,vd->btv"

@@ -297,7 +297,8 @@ class ImageTable:
                 jax.tree.leaves(self._features_of(params, image)),
                 strict=True,
             ):
-                whole[_at(path, target)] = part.take(within, _feature_axis(path))
+                axis = _feature_axis(path)
+                whole[(slice(None), target) if axis else target] = part.take(within, axis)
         feature = (flat[places] - self._reader.first_id) % self._per_piece
         flat[places] = self._reader.first_id + of_tokens * self._per_piece + feature
         return self._features.insert(params, features), flat.reshape(tokens.shape)
@@ -339,10 +340,6 @@ class ImageTable:
 def _feature_axis(path: Any) -> int:
     """Return the axis of features in a leaf of `features.Features`."""
     return int(path[0].name == "deep")
-
-
-def _at(path: Any, places: np.ndarray) -> Any:
-    return (slice(None), places) if _feature_axis(path) else places
 
 
 def _resized(path: Any, leaf: Any, count: int) -> tuple[int, ...]:

@@ -237,11 +237,11 @@ def free_names(table: symtable.SymbolTable) -> set[str]:
 
 
 def _defined_names(table: symtable.SymbolTable) -> set[str]:
-    return {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
-
-
-def _is_defined(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    return {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }
 
 
 def _global_names(table: symtable.SymbolTable) -> set[str]:
@@ -726,7 +726,8 @@ def _with_calls(test: str) -> str:
         lines = test.splitlines()
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.module in ("solution", "main"):
-                lines[node.lineno - 1 : node.end_lineno] = [""] * _num_lines(node)
+                place = slice(node.lineno - 1, node.end_lineno)
+                lines[place] = [""] * len(lines[place])
         called = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         lines += [
             f"{node.name}()"
@@ -738,10 +739,6 @@ def _with_calls(test: str) -> str:
         ]
         return "\n".join(lines)
     return test
-
-
-def _num_lines(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def call_test(name: str, arguments: Any, output: Any) -> str:

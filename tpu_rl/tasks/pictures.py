@@ -140,23 +140,13 @@ def correct(
     return rewards
 
 
-def _train_rows(data: PicturesData, seed: int) -> PicturesSource:
-    return PicturesSource(data, "train", data.rows, seed)
-
-
-def _demonstrations(data: PicturesData, seed: int) -> PicturesSource:
-    return PicturesSource(data, "train", data.rows, seed, shows_steps=True)
-
-
-def _evaluation_rows(data: PicturesData, count: int) -> PicturesSource:
-    return PicturesSource(data, "eval", count)
-
-
 TASK = Task(
     settings=PicturesData,
-    train_rows=_train_rows,
-    demonstrations=_demonstrations,
-    evaluation_rows=_evaluation_rows,
+    train_rows=lambda data, seed: PicturesSource(data, "train", data.rows, seed),
+    demonstrations=lambda data, seed: PicturesSource(
+        data, "train", data.rows, seed, shows_steps=True
+    ),
+    evaluation_rows=lambda data, count: PicturesSource(data, "eval", count),
 )
 
 VERIFIERS = {

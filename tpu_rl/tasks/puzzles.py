@@ -39,7 +39,7 @@ from tpu_rl.rewards.verifier import AnswerReaders, Verifier
 from tpu_rl.tasks import arithmetic
 
 if TYPE_CHECKING:
-    from tpu_rl.data import Row
+    pass
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -432,26 +432,17 @@ def puzzle(
     return values
 
 
-def _kind_slice(row: Row) -> tuple[str, ...]:
-    return (row["kind"],)
-
-
 def _train_rows(data: PuzzlesData, seed: int) -> PuzzlesSource:
     return PuzzlesSource(data, "train", seed)
-
-
-def _evaluation_rows(data: PuzzlesData, count: int) -> PuzzlesSource:
-    del count
-    return PuzzlesSource(data, "eval")
 
 
 TASK = Task(
     settings=PuzzlesData,
     train_rows=_train_rows,
     demonstrations=_train_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: PuzzlesSource(data, "eval"),
     label_steps=label_steps,
-    slices_of=_kind_slice,
+    slices_of=lambda row: (row["kind"],),
 )
 
 VERIFIERS = {

@@ -139,11 +139,6 @@ def _rows(data: ReverseData, seed: int) -> ReverseSource:
     return ReverseSource(data, "train", seed)
 
 
-def _evaluation_rows(data: ReverseData, count: int) -> ReverseSource:
-    del count
-    return ReverseSource(data, "eval")
-
-
 def length_slice(row: Row) -> tuple[str, ...]:
     """Return the slice of a problem: the length of its string."""
     return (f"length_{len(row['answer'])}",)
@@ -153,7 +148,7 @@ TASK = Task(
     settings=ReverseData,
     train_rows=_rows,
     demonstrations=_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: ReverseSource(data, "eval"),
     slices_of=length_slice,
 )
 

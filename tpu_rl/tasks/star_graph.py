@@ -119,15 +119,11 @@ def _train_rows(data: StarGraphData, seed: int) -> StarGraphSource:
     return StarGraphSource(data.graph, data.split, data.rows, seed, data.demonstrated)
 
 
-def _evaluation_rows(data: StarGraphData, count: int) -> StarGraphSource:
-    return StarGraphSource(data.graph, "eval", count)
-
-
 TASK = Task(
     settings=StarGraphData,
     train_rows=_train_rows,
     demonstrations=_train_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: StarGraphSource(data.graph, "eval", count),
 )
 
 VERIFIERS = {

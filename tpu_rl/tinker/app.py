@@ -376,7 +376,7 @@ class TinkerApp:
         params.only("type", "adamw", "adam")
         settings = {}
         for name, default in ADAM.items():
-            value = params.take(name, NUMBER, _is_float32)
+            value = params.take(name, NUMBER, lambda x: abs(x) <= float(np.finfo(np.float32).max))
             settings[name] = default if value is None else float(value)
         params.finish()
         for name, value in settings.items():
@@ -670,10 +670,6 @@ def _is_short(value: Any) -> bool:
 
 def _is_lifetime(seconds: int) -> bool:
     return 1 <= seconds <= store.MOST_SECONDS
-
-
-def _is_float32(value: float) -> bool:
-    return abs(value) <= float(np.finfo(np.float32).max)
 
 
 def _lora_spec(values: Any) -> LoraSpec:

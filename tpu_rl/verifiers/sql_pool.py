@@ -74,7 +74,11 @@ def _reward(function: str, folder: str, value: Any, scores_empty: bool) -> Rewar
         if scores_empty and 0.0 in checks:
             _say_empty()
         requests = [
-            {"completions": [_query(text_of(completion))], "database": [where], "answer": [gold]}
+            {
+                "completions": [spans.answer_of(text_of(completion)).strip().rstrip(";")],
+                "database": [where],
+                "answer": [gold],
+            }
             for completion, where, gold in zip(completions, databases, golds, strict=True)
         ]
         results = _pool(function).map(requests, [SECONDS] * len(requests))
@@ -113,10 +117,6 @@ def _say_empty() -> None:
         "sql(empty=false) and sql_match(empty=false) leave such rows of the data without a reward",
         file=sys.stderr,
     )
-
-
-def _query(text: str) -> str:
-    return spans.answer_of(text).strip().rstrip(";")
 
 
 def _find(name: str, folder: str, row: int) -> str:

@@ -114,7 +114,7 @@ def note_reading(
         used |= set(others) - MEDIA_COLUMNS
     # Settings may name a column, as that of hints.
     used |= (of_rewards or set()) | set(re.findall(r"'(\w+)'", repr(config)))
-    used |= {column for column in MEDIA_COLUMNS if _is_empty(rows[0].get(column))}
+    used |= {column for column in MEDIA_COLUMNS if rows[0].get(column) in (None, [])}
     unused = [column for column in others if column not in used]
     # What a path enters, or has a name that is read, may hold more.
     sources = {name.partition("=")[2] for name in files.columns}
@@ -201,10 +201,6 @@ def _sources(names: Sequence[str]) -> set[str]:
     sources = {name.partition("=")[2] for name in names}
     words = {word for source in sources for word in re.findall(r"[^\W\d]\w*", source)}
     return sources | words | {source.partition(".")[0] for source in sources}
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | None) and not value
 
 
 def _is_chat(row: Row, tokenizer: Tokenizer) -> bool:

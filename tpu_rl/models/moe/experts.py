@@ -448,10 +448,6 @@ def _passes(
     return jax.lax.fori_loop(0, count, add_pass, jnp.zeros_like(x))
 
 
-def _passes_forward(one_pass: Pass, count: Array, order: Any, *operands: Any) -> tuple[Array, Any]:
-    return _passes(one_pass, count, order, *operands), (count, order, operands)
-
-
 def _passes_backward(one_pass: Pass, residuals: Any, gradient: Array) -> tuple[Any, ...]:
     count, order, operands = residuals
 
@@ -470,7 +466,10 @@ def _passes_backward(one_pass: Pass, residuals: Any, gradient: Array) -> tuple[A
     return None, None, *gradients
 
 
-_passes.defvjp(_passes_forward, _passes_backward)
+_passes.defvjp(
+    lambda one_pass, count, order, *x: (_passes(one_pass, count, order, *x), (count, order, x)),
+    _passes_backward,
+)
 
 
 # Sending tokens to the devices of their experts, and the experts' outputs back.
@@ -667,11 +666,10 @@ def _combine(rows: Array, block: _Block) -> Array:
     return sum((_take_or_zero(rows, place) for place in places[1:]), _take_or_zero(rows, places[0]))
 
 
-def _combine_backward(block: _Block, gradient: Array) -> tuple[Array, None]:
-    return _take(gradient, block.token), None
-
-
-_combine.defvjp(lambda rows, block: (_combine(rows, block), block), _combine_backward)
+_combine.defvjp(
+    lambda rows, block: (_combine(rows, block), block),
+    lambda block, gradient: (_take(gradient, block.token), None),
+)
 
 
 def _take(rows: Array, indices: Array) -> Array:
