@@ -255,11 +255,7 @@ def weighed(batch: Batch, values: Array) -> Array:
 
 
 def compared_scores(
-    matched: str | None,
-    policy: Role,
-    params: Params,
-    batch: Batch,
-    log_probs: Array | None = None,
+    matched: str | None, policy: Role, params: Params, batch: Batch, log_probs: Array | None = None
 ) -> preference.Pair:
     """Compute the scores that a loss compares by rank [R, S], at every token of a pair.
 

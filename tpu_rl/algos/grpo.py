@@ -184,8 +184,7 @@ class GrpoConfig(ClippedPolicyConfig):
     """Factor of the advantages of thoughts, the actions up to --algorithm.thought-end; those of
     answers keep the factor 1. Of single turns."""
     thought_end: Annotated[
-        tuple[int, ...],
-        Needs("thought_weight", why="nothing differs between thoughts and answers"),
+        tuple[int, ...], Needs("thought_weight", why="nothing differs between thoughts and answers")
     ] = ()
     """Ids of the tokens that end a thought, in their order, such as that of </think>. A completion
     without them is all thought; policy/thoughts is the share of actions in thoughts."""

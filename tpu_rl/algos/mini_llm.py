@@ -31,16 +31,7 @@ from tpu_rl.losses.policy_batch import PolicyBatch, begin
 from tpu_rl.losses.policy_gradient import clipped, policy_metrics, share_metrics
 from tpu_rl.losses.sampler_correction import SamplerCorrection, corrected_losses
 from tpu_rl.ranges import In, Share
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    Sampling,
-    Sum,
-)
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling, Sum
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,7 @@ from tpu_rl.types import (
     Sampling,
 )
 
-LABELS = {
-    "nearest": return_distributions.nearest_atom,
-    "two_hot": return_distributions.two_hot,
-}
+LABELS = {"nearest": return_distributions.nearest_atom, "two_hot": return_distributions.two_hot}
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,7 @@ class QSharpConfig:
     next_token_coef: Annotated[
         NotNegative,
         Conflicts(
-            "q_model",
-            why="the reference's unembedding reads q, which starts as another model",
+            "q_model", why="the reference's unembedding reads q, which starts as another model"
         ),
     ] = 0.0
     """Coefficient of q's next-token loss on the tokens that the reference wrote. It keeps what the

@@ -27,12 +27,7 @@ from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.sft import Batch
 from tpu_rl.losses import divergences, masked
-from tpu_rl.losses.log_probs import (
-    log_probs_of_logits,
-    over_actions,
-    tokens_at_once,
-    vocabulary,
-)
+from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
 from tpu_rl.types import (
     Algorithm,
     Array,

@@ -28,16 +28,7 @@ from tpu_rl.losses.policy_batch import learned_tokens
 from tpu_rl.losses.value_loss import Critic, Targets
 from tpu_rl.ranges import ReadOnlyWith
 from tpu_rl.train import packing
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    PackedRows,
-    Params,
-    Roles,
-    Sampling,
-)
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, PackedRows, Params, Roles, Sampling
 
 
 @dataclass(frozen=True)

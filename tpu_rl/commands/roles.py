@@ -16,13 +16,7 @@ from jax.sharding import Mesh
 from tpu_rl import jax_versions, models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
 from tpu_rl.checkpoint.train_state_io import BASE
-from tpu_rl.commands.config import (
-    BUILTIN,
-    PRETRAINED,
-    AlgorithmConfig,
-    ExperimentConfig,
-    FileData,
-)
+from tpu_rl.commands.config import BUILTIN, PRETRAINED, AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.models.attention import flash, gpu_decode

@@ -39,13 +39,7 @@ from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
-from tpu_rl.errors import (
-    DamagedDataError,
-    InputError,
-    printable,
-    reported,
-    typed_command,
-)
+from tpu_rl.errors import DamagedDataError, InputError, printable, reported, typed_command
 from tpu_rl.experience.layout import AttentionIndex, Widths, pack_experience
 from tpu_rl.experience.source import Source, StepExperience, with_widths
 from tpu_rl.models import Select
@@ -546,12 +540,7 @@ def take_step(
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
     packed = pack_experience(
-        batch_config,
-        experience.data,
-        parts.mesh,
-        parts.attention_index,
-        parts.images,
-        parts.widths,
+        batch_config, experience.data, parts.mesh, parts.attention_index, parts.images, parts.widths
     )
 
     update_began = time.perf_counter()

@@ -558,10 +558,7 @@ _OTHER_FORMATS = {
     b"\xfd7zXZ": ("xz", "unxz it"),
     b"BZh": ("bzip2", "bunzip2 it"),
     b"ARROW1": ("Feather", TO_PARQUET.format("pyarrow.feather.read_feather")),
-    b"\xff\xff\xff\xff": (
-        "a stream of Arrow",
-        TO_PARQUET.format("datasets.Dataset.from_file"),
-    ),
+    b"\xff\xff\xff\xff": ("a stream of Arrow", TO_PARQUET.format("datasets.Dataset.from_file")),
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "git lfs pull"),
@@ -770,9 +767,7 @@ MAX_REPEATING_SHARE = 0.5
 
 
 def warnings(
-    rows: Sequence[Row],
-    held_out: Sequence[Row],
-    compares_prompts: bool = True,
+    rows: Sequence[Row], held_out: Sequence[Row], compares_prompts: bool = True
 ) -> list[str]:
     """Return one line for each thing about valid rows that is rarely intended, with its count.
 

@@ -380,11 +380,7 @@ def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
             "the row has no `prompt`, and `chosen` and `rejected` do not begin with the same "
             "messages"
         )
-    return {
-        "prompt": chosen[:length],
-        "chosen": chosen[length:],
-        "rejected": rejected[length:],
-    }
+    return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
 
 
 def _before_answers(messages: list[Any], chosen: Any) -> list[Any]:

@@ -78,10 +78,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
-    params: Params,
-    rows: Sequence[Row],
-    readers: AnswerReaders = AnswerReaders(),
+    engine: Engine, params: Params, rows: Sequence[Row], readers: AnswerReaders = AnswerReaders()
 ) -> Evaluation:
     """Answer each row's prompt with a group of completions, and score them.
 

@@ -86,9 +86,7 @@ class HeldOutPairs:
 
 
 def pair_judge(
-    score: reward_model.Score,
-    select: Callable[[Params], Params],
-    held_out: HeldOutPairs | None,
+    score: reward_model.Score, select: Callable[[Params], Params], held_out: HeldOutPairs | None
 ) -> Judge:
     """Return a function that computes the share of held-out pairs that the reward model ranks as
     their labels say.
@@ -210,10 +208,7 @@ def last_number(text: str) -> Any:
 def column_slices(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the slices of each row: its column `slice`, if it has one, and "label_flipped"."""
     return [
-        (
-            *([str(row["slice"])] if "slice" in row else []),
-            *[FLIPPED] * (FLIPPED in row),
-        )
+        (*([str(row["slice"])] if "slice" in row else []), *[FLIPPED] * (FLIPPED in row))
         for row in rows
     ]
 

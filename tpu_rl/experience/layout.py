@@ -16,13 +16,7 @@ from tpu_rl.data.encoding import bucket
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding
-from tpu_rl.types import (
-    Experience,
-    Layout,
-    Pairs,
-    Rollout,
-    ScoredCompletions,
-)
+from tpu_rl.types import Experience, Layout, Pairs, Rollout, ScoredCompletions
 
 AttentionIndex = Literal["tiles", "paths", "none"]
 """The part of a layout that attention reads: `Layout.key_tiles`, `Layout.paths` or neither. Their

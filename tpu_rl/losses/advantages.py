@@ -234,10 +234,7 @@ def gae(
         next_value, next_advantage = carry
         reward, value, chosen = token
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        carry = (
-            jnp.where(chosen, value, next_value),
-            jnp.where(chosen, advantage, next_advantage),
-        )
+        carry = (jnp.where(chosen, value, next_value), jnp.where(chosen, advantage, next_advantage))
         return carry, jnp.where(chosen, advantage, 0.0)
 
     start = (last_values, jnp.zeros_like(last_values))
@@ -467,12 +464,7 @@ def per_token(
 
 
 def per_state(
-    advantage: Advantage,
-    returns: Array,
-    tokens: Array,
-    mask: Array,
-    group_id: Array,
-    scored: Array,
+    advantage: Advantage, returns: Array, tokens: Array, mask: Array, group_id: Array, scored: Array
 ) -> Array:
     """Compare the returns of turns that answer the same observation, within a group, [N, T].
 

@@ -147,11 +147,9 @@ def worst_case_by_step(losses: Array, weights: Array, radius: float, ball: Ball 
 
     `radius` is that of total variation; for kl and chi_square the coefficient of the divergence.
     """
-    function = {
-        "tv": worst_case_weights,
-        "kl": tilted_weights,
-        "chi_square": chi_square_weights,
-    }[ball]
+    function = {"tv": worst_case_weights, "kl": tilted_weights, "chi_square": chi_square_weights}[
+        ball
+    ]
     return jax.vmap(lambda loss, weight: function(loss, weight, radius))(losses, weights)
 
 

@@ -148,10 +148,7 @@ def correction(config: SamplerCorrection) -> Part:
         fields = {} if old is None else {"old_log_probs": old}
         if weights.importance is not None:
             fields["importance"] = layout.pack(weights.importance)
-        shares = {
-            "policy/importance_capped": weights.capped,
-            "policy/rejected": weights.rejected,
-        }
+        shares = {"policy/importance_capped": weights.capped, "policy/rejected": weights.rejected}
         shares = {name: values for name, values in shares.items() if values is not None}
         draft = draft._replace(
             learned=weights.keep(draft.learned), shares={**draft.shares, **shares}

@@ -1247,13 +1247,7 @@ def _extend(
     queries = kv_cache.query_index(lengths, positions, branch_ids)
     views = {
         layer_type: kv_cache.view(
-            config,
-            layer_type,
-            lengths,
-            commit,
-            stack["v"].shape[3],
-            queries,
-            branch_ids,
+            config, layer_type, lengths, commit, stack["v"].shape[3], queries, branch_ids
         )
         for layer_type, stack in stacks.items()
         if layer_type not in (ROUTING, RECURRENT)

@@ -306,10 +306,7 @@ def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
     # Committed tokens are visible to all new ones.
     until = select(lengths[:, None] + num_new, new.visible_until)
     return TokenIndex(
-        index,
-        select(index, new.positions),
-        jnp.int32(exists),
-        jnp.where(exists, until, 0),
+        index, select(index, new.positions), jnp.int32(exists), jnp.where(exists, until, 0)
     )
 
 

@@ -202,10 +202,7 @@ def random_adapters(model: Model, key: Array, mesh: Mesh) -> Params:
     """
     shapes = split(param_shapes(model.config))[1]
     shardings = sharding.shardings(split(model.axes)[1], mesh, shapes)
-    init = jax.jit(
-        lambda key: random_params(model.config, key, shapes),
-        out_shardings=shardings,
-    )
+    init = jax.jit(lambda key: random_params(model.config, key, shapes), out_shardings=shardings)
     return init(key)
 
 

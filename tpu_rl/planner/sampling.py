@@ -278,11 +278,7 @@ def _refilling_segment(
 
 
 def _refill_step(
-    call: SamplerCall,
-    pool: Any,
-    empty: slots.Slots,
-    needed: dict[str, int],
-    compile_with: Compile,
+    call: SamplerCall, pool: Any, empty: slots.Slots, needed: dict[str, int], compile_with: Compile
 ) -> Step:
     num_taken = _row_shape(call.mesh, slots.device_count(call.mesh))
     arguments = (call.mesh, pool, _queue_shapes(call), empty, num_taken)

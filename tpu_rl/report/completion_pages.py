@@ -369,12 +369,7 @@ def _line(text: str, most: int) -> str:
 
 
 def _completion_page(
-    sample: dict[str, Any],
-    place: int,
-    count: int,
-    num_tokens: int,
-    pictures: str,
-    group: Samples,
+    sample: dict[str, Any], place: int, count: int, num_tokens: int, pictures: str, group: Samples
 ) -> str:
     """Return the page of a completion, with its pictures, its conversation, what its group earned,
     and numbers of its first `num_tokens` tokens."""

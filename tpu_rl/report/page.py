@@ -346,11 +346,7 @@ def lines_html(chart: Chart, series: Iterable[Series | None], pages: Sequence[in
     if not lines:
         return ""
     drawing = charts.line_chart(
-        lines,
-        percent=chart.percent,
-        log=chart.log,
-        resolution=chart.resolution,
-        pages=pages,
+        lines, percent=chart.percent, log=chart.log, resolution=chart.resolution, pages=pages
     )
     return html_page.figure_html(chart.title, chart.note, drawing)
 
@@ -379,10 +375,7 @@ def _learning(run: Run) -> str:
 
 
 HELD_OUT_LOSS_CHART = Chart(
-    "Held-out loss",
-    "Nats per token. Band: 95 % interval.",
-    {HELD_OUT_LOSS: ""},
-    has_band=True,
+    "Held-out loss", "Nats per token. Band: 95 % interval.", {HELD_OUT_LOSS: ""}, has_band=True
 )
 HELD_OUT_REWARD_CHART = Chart(
     "Reward on held-out problems",

@@ -138,9 +138,7 @@ def _setting_error(name: str, why: str) -> InputError:
 
 
 def resolve(
-    name: str,
-    limits: RewardLimits = DEFAULT_LIMITS,
-    allow_unsandboxed_code: bool = False,
+    name: str, limits: RewardLimits = DEFAULT_LIMITS, allow_unsandboxed_code: bool = False
 ) -> Reward:
     """Return a reward function.
 

@@ -187,11 +187,7 @@ def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]
         return model.logits(params, hidden), sequences
 
     def shares(
-        params: Params,
-        tokens: Array,
-        action_mask: Array,
-        ends: Array,
-        changes: bool = False,
+        params: Params, tokens: Array, action_mask: Array, ends: Array, changes: bool = False
     ) -> Array:
         head, sequences = head_of(params, tokens, action_mask)
         if changes:

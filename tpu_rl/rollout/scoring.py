@@ -607,9 +607,7 @@ def by_row(scored: Scored, rows: EpisodeRows) -> Scored:
     return replace(
         scored,
         rollout=replace(
-            rows.rollout,
-            rewards=rewards_placed.astype(np.float32),
-            scored=is_scored[episode_of],
+            rows.rollout, rewards=rewards_placed.astype(np.float32), scored=is_scored[episode_of]
         ),
         prompts=[scored.prompts[episode] for episode in episode_of],
         completions=[

@@ -331,11 +331,7 @@ class _Watch:
             beat += 1
 
     def _check_heartbeats(
-        self,
-        beats: dict[str, str],
-        last_beats: dict[str, str],
-        silence: list[float],
-        passed: float,
+        self, beats: dict[str, str], last_beats: dict[str, str], silence: list[float], passed: float
     ) -> None:
         """Update the seconds of silence of each process; end the run if one is gone."""
         for process in range(self._count):

@@ -151,9 +151,7 @@ def _make_rollout(
         return array
 
     prompts = np.pad(
-        request.prompts.tokens,
-        ((0, 0), (0, config.max_new_tokens)),
-        constant_values=config.pad_id,
+        request.prompts.tokens, ((0, 0), (0, config.max_new_tokens)), constant_values=config.pad_id
     )
     zeros = np.zeros(action_mask.shape, np.float32)
     was_resumed = request.num_sampled > 0
@@ -502,11 +500,7 @@ def _next_shape(
 
 
 def _cache_length(
-    longest: int,
-    is_waiting: bool,
-    mode: _DecodeMode,
-    request: DecodeRequest,
-    config: SamplerConfig,
+    longest: int, is_waiting: bool, mode: _DecodeMode, request: DecodeRequest, config: SamplerConfig
 ) -> int:
     """Return the number of tokens that the cache must have room for in the next segment. It is
     rounded up to one of few numbers, so that few programs are compiled. `longest` is the number of

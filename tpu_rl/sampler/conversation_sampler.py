@@ -425,11 +425,7 @@ class ConversationSampler:
         policy, params = self._weights_of(names)
         params, read_tokens = self._with_images(params, tokens.reshape(-1, width))
         pool = slot_ops.prefill(
-            policy,
-            self._mesh,
-            params,
-            self._place(read_tokens),
-            self._place(lengths.reshape(-1)),
+            policy, self._mesh, params, self._place(read_tokens), self._place(lengths.reshape(-1))
         )
         self._make_slots(pool.cache)
         self._put(pool, places)

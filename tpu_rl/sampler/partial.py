@@ -59,11 +59,7 @@ def partial_completions(rollout: Rollout, ended: np.ndarray) -> list[PartialComp
 # --- JSON ---
 
 
-_TOKEN_DTYPES = {
-    "tokens": np.int32,
-    "log_probs": np.float32,
-    "behaviour_log_probs": np.float32,
-}
+_TOKEN_DTYPES = {"tokens": np.int32, "log_probs": np.float32, "behaviour_log_probs": np.float32}
 """Fields of a `PartialCompletion` with one value per token."""
 
 _ROW_DTYPES = {

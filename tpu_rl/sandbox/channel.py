@@ -105,9 +105,7 @@ NAMED: dict[tuple[str, str], Codec] = {
     ("builtins", "odict_items"): PAIRS,
     ("collections", "defaultdict"): MAPPING,
     ("collections", "deque"): Codec(
-        b"q",
-        lambda value: (list(value), value.maxlen),
-        _make_of_arguments,
+        b"q", lambda value: (list(value), value.maxlen), _make_of_arguments
     ),
     ("collections", "Counter"): Codec(b"C", _keys_and_values, _make_of_pairs),
     ("collections", "OrderedDict"): Codec(b"O", _keys_and_values, _make_of_pairs),

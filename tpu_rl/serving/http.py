@@ -148,8 +148,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, first: bytes, others: AsyncGenerator[bytes], error_body: ErrorBody):
         super().__init__(
-            self._parts(first, error_body),
-            headers={"content-type": "text/event-stream"},
+            self._parts(first, error_body), headers={"content-type": "text/event-stream"}
         )
         self._others = others
 

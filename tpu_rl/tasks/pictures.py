@@ -149,9 +149,7 @@ TASK = Task(
     evaluation_rows=lambda data, count: PicturesSource(data, "eval", count),
 )
 
-VERIFIERS = {
-    "pictures": Verifier(correct),
-}
+VERIFIERS = {"pictures": Verifier(correct)}
 
 
 def _sample(config: PicturesData, generator: np.random.Generator) -> tuple[str, str, np.ndarray]:

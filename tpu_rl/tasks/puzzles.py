@@ -445,6 +445,4 @@ TASK = Task(
     slices_of=lambda row: (row["kind"],),
 )
 
-VERIFIERS = {
-    "puzzles": Verifier(puzzle, AnswerReaders(read_answer)),
-}
+VERIFIERS = {"puzzles": Verifier(puzzle, AnswerReaders(read_answer))}

@@ -126,9 +126,7 @@ TASK = Task(
     evaluation_rows=lambda data, count: StarGraphSource(data.graph, "eval", count),
 )
 
-VERIFIERS = {
-    "star_graph": Verifier(correct),
-}
+VERIFIERS = {"star_graph": Verifier(correct)}
 
 
 def _sample(config: StarGraph, generator: np.random.Generator) -> tuple[str, str, str]:

@@ -66,11 +66,7 @@ class Store:
         return Store(self.root / "users" / user, self.learner, self.base)
 
     def save(
-        self,
-        path: str,
-        adapter: Adapter,
-        about: Mapping[str, Any],
-        seconds: int | None = None,
+        self, path: str, adapter: Adapter, about: Mapping[str, Any], seconds: int | None = None
     ) -> None:
         """Save an adapter, with the optimizer if `path` is one of a state.
 

@@ -256,10 +256,7 @@ class Tokenizer:
         return self.with_images(row, self.encode_prompt(row["prompt"], row.get("tools")))
 
     def with_images(
-        self,
-        row: Mapping[str, Any],
-        ids: Sequence[int],
-        weights: Sequence[float] | None = None,
+        self, row: Mapping[str, Any], ids: Sequence[int], weights: Sequence[float] | None = None
     ) -> images.TextWithImages:
         """Return the ids of a data row's text with those of its images, and the images.
 

@@ -517,9 +517,7 @@ def accumulate(
             compute_params, micro_batch
         )
         total_gradients = jax.tree.map(
-            lambda total, gradient: total + gradient.astype(jnp.float32),
-            total_gradients,
-            gradients,
+            lambda total, gradient: total + gradient.astype(jnp.float32), total_gradients, gradients
         )
         return (total_loss + loss, total_gradients), metrics
 

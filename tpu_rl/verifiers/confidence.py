@@ -69,7 +69,4 @@ def _scored(of: Reward, reward: Any) -> Reward:
     return composed.on(of, combine)
 
 
-VERIFIERS = {
-    "brier": with_settings(brier),
-    "doubt": with_settings(doubt),
-}
+VERIFIERS = {"brier": with_settings(brier), "doubt": with_settings(doubt)}

@@ -31,6 +31,4 @@ def _number(text: str) -> Fraction | None:
     return final_number(text) if "####" in text else only_number(text)
 
 
-VERIFIERS = {
-    "gsm8k": Verifier(gsm8k, AnswerReaders(final_number)),
-}
+VERIFIERS = {"gsm8k": Verifier(gsm8k, AnswerReaders(final_number))}

@@ -84,5 +84,5 @@ def _start(function: str) -> Pool:
 
 
 VERIFIERS = {
-    "math": Verifier(math_equivalent, AnswerReaders(read_groups=math_answers), in_workers=True),
+    "math": Verifier(math_equivalent, AnswerReaders(read_groups=math_answers), in_workers=True)
 }

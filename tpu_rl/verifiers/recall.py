@@ -150,6 +150,4 @@ def _load(file: str) -> Documents:
     return Documents(places, index)
 
 
-VERIFIERS = {
-    "recall": with_settings(recall, "documents"),
-}
+VERIFIERS = {"recall": with_settings(recall, "documents")}

@@ -136,7 +136,4 @@ def _find(name: str, folder: str, row: int) -> str:
     return str(found)
 
 
-VERIFIERS = {
-    "sql": with_settings(sql),
-    "sql_match": with_settings(sql_match),
-}
+VERIFIERS = {"sql": with_settings(sql), "sql_match": with_settings(sql_match)}

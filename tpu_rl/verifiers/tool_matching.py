@@ -243,6 +243,4 @@ def _overlap(a: Iterable[str], b: Iterable[str]) -> float:
     return (first & second).total() / either if either else 1.0
 
 
-VERIFIERS = {
-    "tool_calls": with_settings(tool_calls),
-}
+VERIFIERS = {"tool_calls": with_settings(tool_calls)}

@@ -122,6 +122,4 @@ def _is_unknown(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id not in ("self", "pytest", "unittest")
 
 
-VERIFIERS = {
-    "unit_test_quality": Verifier(unit_test_quality),
-}
+VERIFIERS = {"unit_test_quality": Verifier(unit_test_quality)}

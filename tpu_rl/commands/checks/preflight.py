@@ -297,10 +297,7 @@ def check_param_dtype(config: ExperimentConfig, model: Model) -> list[str]:
 
 
 def check_tokenizer(
-    config: ExperimentConfig,
-    tokenizer: tokenizers.Tokenizer,
-    model: Model,
-    rows: list[data.Row],
+    config: ExperimentConfig, tokenizer: tokenizers.Tokenizer, model: Model, rows: list[data.Row]
 ) -> list[str]:
     """Return warnings about the tokenizer.
 

@@ -596,11 +596,7 @@ def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _
     # A row has half of its new tokens in the mean of its decode steps.
     filled = (prompt_tokens + longest / 2) / (prompt_tokens + longest) if own_tokens else 1.0
     seconds = decode_time.step_seconds(
-        configs,
-        [select(read) for select in reads],
-        layout.mesh,
-        rows,
-        filled * full_cache,
+        configs, [select(read) for select in reads], layout.mesh, rows, filled * full_cache
     )
     shorter = SegmentConfig().initial_cache_tokens
     if shorter >= longest:

@@ -98,13 +98,7 @@ def given_pairs(
     in_full = run_dir is not None and processes.from_first(
         lambda: dataset_identity.is_read_in_full(run_dir, spec)
     )
-    settings = (
-        config.data,
-        spec,
-        config.evaluation.rows,
-        config.sampling,
-        config.batch,
-    )
+    settings = (config.data, spec, config.evaluation.rows, config.sampling, config.batch)
     # Training, evaluations and the audit of a run ask for the same pairs.
     for last_tokenizer, last_settings, given in _LAST:
         has_all = not in_full or given.num_checked == len(given.rows)

@@ -10,9 +10,7 @@ from tpu_rl.commands.config import ExperimentConfig, Stage, fixed_settings
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.experience.source import Source
-from tpu_rl.experience.sources import (
-    q_examples,
-)
+from tpu_rl.experience.sources import q_examples
 from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding
 from tpu_rl.types import Params

@@ -13,11 +13,7 @@ from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import Source, StepExperience
-from tpu_rl.experience.sources import (
-    accepted,
-    completions,
-    step_labels,
-)
+from tpu_rl.experience.sources import accepted, completions, step_labels
 from tpu_rl.types import Params, TrainState
 
 

@@ -37,11 +37,7 @@ class Flags:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags, settings = tyro.cli(
-        Flags,
-        args=argv,
-        prog=typed_command("check"),
-        description=__doc__,
-        return_unknown_args=True,
+        Flags, args=argv, prog=typed_command("check"), description=__doc__, return_unknown_args=True
     )
     # The proofs need float64, and no accelerator that another program may hold.
     jax.config.update("jax_platforms", "cpu")

@@ -177,9 +177,7 @@ def report_deltas(flags: Flags) -> None:
             base = None if config.model.random_init else config.model.path
         if base is None:
             raise InputError(
-                "nothing says which model the training began with",
-                where=name,
-                fix="add --base DIR",
+                "nothing says which model the training began with", where=name, fix="add --base DIR"
             )
         before, after = (Path(answers.address_of(path)) for path in (base, name))
         rows = list(deltas.deltas(before, after, flags.directions))

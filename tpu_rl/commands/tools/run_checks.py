@@ -73,8 +73,7 @@ def check_checkpoint(path: Path) -> Iterator[Finding]:
     differences = manifests.compare(path)
     if differences is None:
         yield Finding(
-            f"checkpoint {path.name} has no manifest: the job ended right after it",
-            is_fault=False,
+            f"checkpoint {path.name} has no manifest: the job ended right after it", is_fault=False
         )
         yield from check_stored_checkpoints(str(path.parents[1]), only=int(path.name))
         return

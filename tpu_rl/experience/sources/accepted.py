@@ -75,10 +75,7 @@ def accept(scored: Scored, step: int, rule: Acceptance, on_policy: bool) -> Step
 
 
 def select(
-    rewards: np.ndarray,
-    group_id: np.ndarray,
-    token_ids: Sequence[Hashable],
-    rule: Acceptance,
+    rewards: np.ndarray, group_id: np.ndarray, token_ids: Sequence[Hashable], rule: Acceptance
 ) -> Selection:
     """Return masks of the accepted completions, and of those that would be if they repeated none.
 

@@ -62,11 +62,7 @@ def sampled_step_source(
 
 
 def monte_carlo_step_source(
-    engine: Engine,
-    stream: data.RowStream,
-    roll_out: Decoding,
-    scorer: Scorer,
-    config: Any,
+    engine: Engine, stream: data.RowStream, roll_out: Decoding, scorer: Scorer, config: Any
 ) -> Source:
     """Return the source of steps that continuations label; see `algos.process_reward`.
 

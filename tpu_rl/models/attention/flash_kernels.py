@@ -795,12 +795,7 @@ def _index_operands(
     load, flat, for scalar memory; and the indices of queries [B, 4, T] and keys [B, S, 4]."""
     loaded = _blocks_to_load(kinds.visible)
     index_loaded = _blocks_to_load(kinds.visible & ~kinds.full)
-    return (
-        loaded.reshape(-1),
-        index_loaded.reshape(-1),
-        jnp.stack(queries, 1),
-        jnp.stack(keys, 2),
-    )
+    return (loaded.reshape(-1), index_loaded.reshape(-1), jnp.stack(queries, 1), jnp.stack(keys, 2))
 
 
 def _backward_specs(specs: _BlockSpecs) -> list[pl.BlockSpec]:

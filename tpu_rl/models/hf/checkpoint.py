@@ -35,13 +35,7 @@ from tpu_rl.models.config import (
     WeightDtype,
 )
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import (
-    families,
-    mxfp4,
-    peft,
-    safetensors_files,
-    stacked_experts,
-)
+from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files, stacked_experts
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
@@ -632,10 +626,7 @@ def assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
 
 
 def _gather_tensors(
-    config: DecoderConfig,
-    file_tensors: Mapping[str, FileTensor],
-    names: list[str],
-    params: Params,
+    config: DecoderConfig, file_tensors: Mapping[str, FileTensor], names: list[str], params: Params
 ) -> Iterator[np.ndarray]:
     """Yield named tensors in Hugging Face's layout on the host; all processes iterate together."""
     from jax.experimental import multihost_utils

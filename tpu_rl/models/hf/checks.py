@@ -42,12 +42,7 @@ def require_supported(
 
 
 def require_values(
-    hf: Mapping[str, Any],
-    supported: Mapping[str, Any],
-    where: str,
-    *,
-    why: str,
-    subject: str = "",
+    hf: Mapping[str, Any], supported: Mapping[str, Any], where: str, *, why: str, subject: str = ""
 ) -> None:
     """Raise InputError for the first field that has another value than the one supported."""
     for name, value in supported.items():

@@ -24,12 +24,7 @@ from tpu_rl.models.config import (
     VocabConfig,
 )
 from tpu_rl.models.hf import moe_families, rope_config
-from tpu_rl.models.hf.checks import (
-    require_heads,
-    require_size,
-    require_supported,
-    require_values,
-)
+from tpu_rl.models.hf.checks import require_heads, require_size, require_supported, require_values
 from tpu_rl.models.vision import towers
 
 LAYER_NAMES = {
@@ -332,7 +327,7 @@ _GEMMA4 = {
     "attention_k_eq_v": False,
     "sliding_window": 512,
     "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     },
     "num_kv_shared_layers": 0,
     "use_double_wide_mlp": False,

@@ -205,11 +205,7 @@ def exchanged_rows(num_tokens: int, experts_per_token: int, num_shards: int) -> 
 
 
 def mixture(
-    x: Array,
-    routing: Routing,
-    matrices: Matrices,
-    combine: Gate,
-    axes: ActivationAxes = PACKED,
+    x: Array, routing: Routing, matrices: Matrices, combine: Gate, axes: ActivationAxes = PACKED
 ) -> Array:
     """Return the weighted sum [B, T, D] of the outputs of each token's experts, for x [B, T, D].
 
@@ -325,12 +321,7 @@ class _Order(NamedTuple):
 
 
 def _local_mixture(
-    combine: Gate,
-    shard: _ExpertShard,
-    x: Array,
-    experts: Array,
-    weights: Array,
-    matrices: Matrices,
+    combine: Gate, shard: _ExpertShard, x: Array, experts: Array, weights: Array, matrices: Matrices
 ) -> Array:
     """Return the part of a device's experts in `mixture`, [B, T, D]."""
     num_tokens = x.shape[0] * x.shape[1]

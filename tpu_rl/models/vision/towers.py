@@ -213,8 +213,7 @@ TOWERS = {
 
 KINDS = ("square", "qwen", "gemma4")
 READERS: lazy.LazyTable[Callable[[Mapping[str, Any], int, str], AnyVisionConfig]] = lazy.LazyTable(
-    lambda module, kind: module.read,
-    {kind: f"tpu_rl.models.vision.{kind}_files" for kind in KINDS},
+    lambda module, kind: module.read, {kind: f"tpu_rl.models.vision.{kind}_files" for kind in KINDS}
 )
 """Kind -> (the whole configuration, dimensions of the text, the file) -> the vision part."""
 FORWARDS: lazy.LazyTable[Callable[[DecoderConfig, Params, Array], Features]] = lazy.LazyTable(

@@ -167,14 +167,7 @@ def generate(
         live = _live_sampler(decoding, scorer, params, conversations, images)
         rounds = Rounds(request.first_groups or len(request.rows), is_old[::group_size], group_size)
         idle_seconds = _converse(
-            decoding,
-            live,
-            conversations,
-            episodes,
-            streaming,
-            images,
-            rounds,
-            request.policy_step,
+            decoding, live, conversations, episodes, streaming, images, rounds, request.policy_step
         )
         signals.mark(decoding.purpose, "rewards", request.step)
         groups = sorted(rounds.complete)
