@@ -72,8 +72,7 @@ def has_checkpoints(run_dir: Path) -> bool:
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file to read it.
 
-    Raises:
-        OSError: if it cannot be read, or is a pipe or a device, which may never end.
+    Raises OSError if it cannot be read, or is a pipe or a device, which may never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -210,8 +210,7 @@ def is_judged(config: ExperimentConfig) -> bool:
 def agent(config: ExperimentConfig) -> Agent | None:
     """Return the agent that talks to the policy, or None. All engines of a process share it.
 
-    Raises:
-        InputError: if its file does not load.
+    Raises InputError if its file does not load.
     """
     if not config.agent:
         return None

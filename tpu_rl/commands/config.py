@@ -526,10 +526,8 @@ def main(argv: list[str]) -> int:
 def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
     """Return the steps in which a run reads the training rows of its files `text` times.
 
-    Rows that are dropped later, since their prompts are too long, count too.
-
-    Raises:
-        InputError: if the text is no positive number, or the run reads no file.
+    Rows that are dropped later, since their prompts are too long, count too. Raises InputError if
+    the text is no positive number, or the run reads no file.
     """
     try:
         epochs = float(text)
@@ -556,8 +554,7 @@ def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
 def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
     """Return the last value of a flag, or None without one, and the other flags.
 
-    Raises:
-        InputError: if the flag has no value.
+    Raises InputError if the flag has no value.
     """
     value = None
     others = []
@@ -576,10 +573,8 @@ def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
 def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
     """Return the preset with another algorithm.
 
-    Settings of the same name that the preset itself changes stay.
-
-    Raises:
-        InputError: if there is no such algorithm.
+    Settings of the same name that the preset itself changes stay. Raises InputError if there is no
+    such algorithm.
     """
     kind = plugins.find(name)
     names = {setting.name for setting in dataclasses.fields(kind)}
@@ -601,8 +596,7 @@ def plugin_files(config: ExperimentConfig) -> list[Path]:
 def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> ExperimentConfig:
     """Return a configuration with the changes that flags make.
 
-    Raises:
-        InputError: if a flag is unknown, or its value has another type.
+    Raises InputError if a flag is unknown, or its value has another type.
     """
     for index, flag in enumerate(flags):
         # One of Hydra's behind a flag of several values, such as --reward, would be one of them.
@@ -669,8 +663,7 @@ def _nearer_form(mistyped: str, line: str) -> str:
 def require_trainable(config: ExperimentConfig) -> None:
     """Check what only matters for training: a configuration saved earlier can always be read.
 
-    Raises:
-        InputError: if settings do not go together.
+    Raises InputError if settings do not go together.
     """
     config_checks.check_training(config)
 
@@ -687,8 +680,7 @@ def preset_names() -> list[str]:
 def preset(name: str) -> ExperimentConfig:
     """Return the preset of that name.
 
-    Raises:
-        InputError: if there is none; it names the nearest one.
+    Raises InputError if there is none; it names the nearest one.
     """
     presets = _presets()
     if name not in presets:
@@ -732,8 +724,7 @@ def load(path: Path) -> ExperimentConfig:
 def load_file(path: Path) -> ExperimentConfig:
     """Return the configuration in a file of the user, who may have edited what a run saved.
 
-    Raises:
-        InputError: if there is no such file, or it holds no configuration.
+    Raises InputError if there is no such file, or it holds no configuration.
     """
     if not path.is_file():
         raise InputError(
@@ -782,8 +773,7 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 def find_class(kind: str) -> type | None:
     """Find the class of an algorithm's or a task's settings by its name; None of another kind.
 
-    Raises:
-        InputError: if it is of a file of the user that cannot be loaded.
+    Raises InputError if it is of a file of the user that cannot be loaded.
     """
     if ":" in kind:
         return plugins.from_file(kind)
@@ -901,8 +891,7 @@ def removed_settings(kind: type | None, name: str) -> dict[str, Any]:
 def without_removed(values: Any) -> Any:
     """Return the plain values of a config.yaml without settings that left at their defaults.
 
-    Raises:
-        InputError: if one has another value.
+    Raises InputError if one has another value.
     """
     if isinstance(values, list):
         return [without_removed(value) for value in values]

@@ -27,8 +27,7 @@ PART = "opt_state"
 def run_of(config: ExperimentConfig) -> str:
     """Return the address of the run that wrote the model.
 
-    Raises:
-        InputError: if no run did, it had another optimizer, or the model gets new adapters.
+    Raises InputError if no run did, it had another optimizer, or the model gets new adapters.
     """
     address, _, name = str(config.model.path).rstrip("/").rpartition("/")
     if name != "model" or not remote_run.is_run(address) or config.model.random_init:
@@ -59,8 +58,7 @@ def run_of(config: ExperimentConfig) -> str:
 def with_state(config: ExperimentConfig, state: TrainState) -> TrainState:
     """Return the state before the first step with the optimizer's state of the model's run.
 
-    Raises:
-        InputError: if that run trained other weights, or weights of other shapes.
+    Raises InputError if that run trained other weights, or weights of other shapes.
     """
     address = run_of(config)
     checkpoints, step = saved_run.open_checkpoints(address, remote_run.fetch(address))

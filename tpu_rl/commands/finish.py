@@ -34,10 +34,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
 def finish(context: RunContext, params: Params, began: float, folder: RunFolder) -> None:
     """Write the models and the audit of given pairs, then summary.json and report.html.
 
-    All processes call it; the first one writes the last two.
-
-    Raises:
-        InputError: if no step of the run changed a weight.
+    All processes call it; the first one writes the last two. Raises InputError if no step of the
+    run changed a weight.
     """
     config = context.config
     run_dir = context.run_dir

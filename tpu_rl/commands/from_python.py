@@ -80,8 +80,7 @@ def train(
 def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
     """Return the command-line flags of overrides and of what other arguments say.
 
-    Raises:
-        InputError: if an override is also given as another argument.
+    Raises InputError if an override is also given as another argument.
     """
     given: dict[str, Any] = dict(DEFAULTS)
     for name, value in yaml_flags.flat(overrides, "overrides=").items():
@@ -104,8 +103,7 @@ def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
 def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[..., Any]]]:
     """Return (terms as `--reward` takes them, the functions that they name, by name).
 
-    Raises:
-        InputError: if something is no reward, or two functions have the same name.
+    Raises InputError if something is no reward, or two functions have the same name.
     """
     functions: dict[str, Callable[..., Any]] = {}
 

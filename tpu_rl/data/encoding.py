@@ -95,10 +95,8 @@ def demonstrations(
     have weights (`data.span_weights`). Weights of a row whose column `forget` is true are negative.
     A column `tools` goes to the chat template. A row with `ended` false is the beginning of an
     answer, without an end-of-sequence token. Longer texts are cut at their end. A row whose prompt
-    fills all columns has nothing to train on.
-
-    Raises:
-        InputError: if a conversation has no answer of the assistant, or they cannot be found.
+    fills all columns has nothing to train on. Raises InputError if a conversation has no answer of
+    the assistant, or they cannot be found.
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     weights = np.zeros((len(rows), max_length), np.float32)
@@ -174,10 +172,7 @@ def scored_completions(
     """Return rows `prompt, completions, scores` as arrays [N, max_length], `size` for each row.
 
     A row with fewer completions has further ones without actions. Longer texts are cut at their
-    end.
-
-    Raises:
-        InputError: if a row has more completions.
+    end. Raises InputError if a row has more completions.
     """
     texts = []
     places: list[int] = []

@@ -396,10 +396,8 @@ class JsonLines(Records):
         """Find the lines, check a sample of them, and check others when they are asked for.
 
         `columns` are those of the rows that were checked, here too. Returns False if the file has
-        to be scanned: it has at most `MANY_LINES` rows, one that is too long, or images.
-
-        Raises:
-            InputError: for a row that `check` refuses.
+        to be scanned: it has at most `MANY_LINES` rows, one that is too long, or images. Raises
+        InputError for a row that `check` refuses.
         """
         if self._finds_lines() and len(self) > MANY_LINES:
             self._check = check

@@ -239,8 +239,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 def canonical_tools(tools: Any) -> list[Any] | None:
     """Return descriptions of functions as a list of {"type": "function", "function": ...}.
 
-    Raises:
-        ValueError: if they are neither objects nor the JSON text of objects.
+    Raises ValueError if they are neither objects nor the JSON text of objects.
     """
     original = tools
     if isinstance(tools, str):

@@ -251,8 +251,7 @@ def stream(
 def rows_of_parts(rows: Any, num_parts: int) -> list[Sequence[Row]]:
     """Return the rows of each part of the data.
 
-    Raises:
-        InputError: if there is another number of parts, or one has no rows.
+    Raises InputError if there is another number of parts, or one has no rows.
     """
     numbers = part_numbers(rows)
     parts = [take(rows, np.flatnonzero(numbers == number)) for number in range(num_parts)]

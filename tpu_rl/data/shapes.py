@@ -80,10 +80,7 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     Columns of published shapes (`SHAPES`) become `messages`, `prompt` and `completion`. `text`
     becomes an empty prompt and a completion. The beginning that `chosen` and `rejected` share
     becomes the prompt. The last answer of `messages` is split off, if they end with it. Other
-    columns stay.
-
-    Raises:
-        ValueError: if the shape is clear but the row does not fit it.
+    columns stay. Raises ValueError if the shape is clear but the row does not fit it.
     """
     row = renamed(row, names)
     _refuse_media(row)
@@ -109,11 +106,8 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
 
     Points reach into objects and lists: `answer=reward_model.ground_truth`, `answer=answers.0`,
     `answer=conversations.-1.value`. A sum of columns with numbers is a number:
-    `score=0.65*helpfulness+0.8*correctness-2`, `margin=score_chosen-score_rejected`.
-
-    Raises:
-        ValueError: if a name has another form, there is no such column, or a part of a sum is no
-            number.
+    `score=0.65*helpfulness+0.8*correctness-2`, `margin=score_chosen-score_rejected`. Raises
+    ValueError if a name has another form, there is no such column, or a part of a sum is no number.
     """
     for name in names:
         column, equals, source = name.partition("=")
@@ -247,9 +241,8 @@ def _with_system(row: Row, columns: Sequence[str]) -> Row:
 def check_together(row: Row, columns: Sequence[str]) -> None:
     """Check what `normalize` and the types of single columns leave open.
 
-    Raises:
-        ValueError: if steps and their labels do not belong together, a margin is no number, or
-            nobody answers in a conversation to learn from.
+    Raises ValueError if steps and their labels do not belong together, a margin is no number, or
+    nobody answers in a conversation to learn from.
     """
     if "completions" in columns and "labels" in columns:
         _check_steps(row["completions"], row["labels"])

@@ -169,9 +169,8 @@ MAX_ROW_BYTES = 10_000_000
 def require_plain(row: Mapping[str, Any], where: str) -> None:
     """Check that a row holds no more than a line of JSON could.
 
-    Raises:
-        InputError: if a number is not finite, at any depth; if a text holds half a character; or if
-            the row is too long.
+    Raises InputError if a number is not finite, at any depth; if a text holds half a character; or
+    if the row is too long.
     """
     for column, value in row.items():
         number = _not_finite(value)

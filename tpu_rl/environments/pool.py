@@ -152,8 +152,7 @@ class EnvironmentPool:
     def description(self, row: Mapping[str, Any]) -> Description:
         """Return the description of the class that a row belongs to.
 
-        Raises:
-            InputError: if the row's column `environment` names no class.
+        Raises InputError if the row's column `environment` names no class.
         """
         name = self._class_of(row)
         if name not in self.descriptions:

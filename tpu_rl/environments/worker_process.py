@@ -176,8 +176,7 @@ class Host:
 def describe_all(factories: Factories, where: str) -> dict[str | None, contract.Description]:
     """Return the description of each factory, of an instance that is made for it.
 
-    Raises:
-        InputError: if one cannot be made or does not fulfill the contract.
+    Raises InputError if one cannot be made or does not fulfill the contract.
     """
     return {
         name: contract.describe(contract.make(factory, where), where)

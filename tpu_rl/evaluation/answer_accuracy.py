@@ -242,10 +242,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return the chance that k of n completions, drawn without replacement, include a correct one.
 
     This estimator of pass@k is unbiased: 1 - C(n - correct, k) / C(n, k) (Chen et al. 2021, arXiv
-    2107.03374, equation 1).
-
-    Raises:
-        ValueError: if `correct` or `k` is not within n.
+    2107.03374, equation 1). Raises ValueError if `correct` or `k` is not within n.
     """
     if not (0 <= correct <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {n} completions, {correct} correct")

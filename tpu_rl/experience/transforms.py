@@ -205,8 +205,7 @@ class AddedRow:
 def text_of_column(row: Row, column: str) -> str:
     """Return the text that a data row has in a column.
 
-    Raises:
-        InputError: if the column is missing or holds no text.
+    Raises InputError if the column is missing or holds no text.
     """
     text = row.get(column)
     if not isinstance(text, str) or not text:
@@ -222,8 +221,7 @@ def text_of_column(row: Row, column: str) -> str:
 def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
     """Encode the completion that a data row has in a column, with its end-of-sequence token.
 
-    Raises:
-        InputError: if the column is missing or holds no text.
+    Raises InputError if the column is missing or holds no text.
     """
     text = text_of_column(row, column)
     return AddedRow([*tokenizer.encode(text), tokenizer.eos_ids[0]], text)
@@ -243,8 +241,7 @@ def expert_of_column(column: str, tokenizer: Tokenizer) -> Transform:
 def read_texts(path: str) -> data.StoredRows:
     """Return the rows of a file that SFT reads: texts, prompts with completions, or conversations.
 
-    Raises:
-        InputError: if the file cannot be read, or has other rows.
+    Raises InputError if the file cannot be read, or has other rows.
     """
     is_chat = "messages" in data.first_row(path)
     return data.read(path, ("messages",) if is_chat else ("prompt", "completion"))

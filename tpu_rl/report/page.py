@@ -164,8 +164,7 @@ def _write(folder: Path, page: str) -> None:
 def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.PathLike[str]) -> None:
     """Write the report's headline chart as a PNG.
 
-    Raises:
-        InputError: if the run has neither evaluations nor a loss.
+    Raises InputError if the run has neither evaluations nor a loss.
     """
     run = read_run(Path(run_dir))
     series, kind = _headline_series(run)

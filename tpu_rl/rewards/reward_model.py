@@ -82,8 +82,7 @@ def write_reading(
 def read_reading(directory: str | Path) -> ScoreReadout:
     """Read the way to read scores; the defaults for a model without such a file.
 
-    Raises:
-        InputError: if the file is not one of `write_reading`.
+    Raises InputError if the file is not one of `write_reading`.
     """
     path = Path(directory) / FILE
     if not path.is_file():
@@ -103,9 +102,7 @@ def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.Chat
     """Read the way in which texts become conversations for a reward model: as in its training.
 
     A model of another library, without the file, reads conversations if it has a chat template.
-
-    Raises:
-        InputError: if the file is not one of `write_reading`.
+    Raises InputError if the file is not one of `write_reading`.
     """
     path = Path(directory) / FILE
     if not path.is_file():

@@ -61,8 +61,7 @@ class RewardTerm:
     def parse(text: str) -> RewardTerm:
         """Return the term that a text describes. A plain name has the weight 1 and no gate.
 
-        Raises:
-            InputError: if the text describes no term.
+        Raises InputError if the text describes no term.
         """
         if not isinstance(text, str):
             raise InputError(

@@ -258,8 +258,7 @@ class IsolatedReward:
     def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:
         """Return one value per completion, a RewardFailure where there is none.
 
-        Raises:
-            InputError: if the function returns a wrong number of values.
+        Raises InputError if the function returns a wrong number of values.
         """
         arguments = dict(zip(("prompts", "completions"), positional, strict=False)) | columns
         size = len(next(iter(arguments.values()), []))

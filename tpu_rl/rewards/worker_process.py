@@ -62,8 +62,7 @@ def call(
 ) -> list[Any] | RewardFailure:
     """Call the function, and return its `size` values or the reason why there are none.
 
-    Raises:
-        TpuRlError: if the function raises one.
+    Raises TpuRlError if the function raises one.
     """
     try:
         values = function(**arguments)

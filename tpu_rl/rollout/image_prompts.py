@@ -170,8 +170,7 @@ class ImageTable:
     def place(self, ids: Sequence[int], sources: Sequence[Any]) -> list[int]:
         """Return the ids of a text, with those of its images in place of each image's one token.
 
-        Raises:
-            InputError: if an image cannot be read, or there are more or fewer places.
+        Raises InputError if an image cannot be read, or there are more or fewer places.
         """
         token_id = self._reader.token_id
         if ids.count(token_id) != len(sources):
@@ -257,10 +256,8 @@ class ImageTable:
         that count these.
 
         The features are those of whole pieces, with room for as many as C tokens a row can show, so
-        that the shape of the tokens alone decides which program reads them.
-
-        Raises:
-            InputError: if an image is no longer known.
+        that the shape of the tokens alone decides which program reads them. Raises InputError if an
+        image is no longer known.
         """
         with self._lock:
             images = sorted(self._images.values(), key=lambda image: image.start)

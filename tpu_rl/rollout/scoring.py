@@ -219,11 +219,8 @@ def score(
     """Return the completions with their rewards; without reward functions, with zeros.
 
     `terms` are those of `rewards.score`. `decode_answer` is the tokenizer's, for the places of
-    segments.
-
-    Raises:
-        InputError: if a reward function needs a column that the rows lack, or if reward functions
-            fail on more than `max_fault_share` of the completions.
+    segments. Raises InputError if a reward function needs a column that the rows lack, or if reward
+    functions fail on more than `max_fault_share` of the completions.
     """
     began = time.perf_counter()
     group_size = len(sampled.completions) // len(sampled.rows)
@@ -280,10 +277,8 @@ def placed_segments(
 ) -> np.ndarray:
     """Return rewards [N, T] of segments, each on the token that writes its last character.
 
-    Those that end with the text are on the last action, the end-of-sequence token.
-
-    Raises:
-        InputError: if the completions are conversations.
+    Those that end with the text are on the last action, the end-of-sequence token. Raises
+    InputError if the completions are conversations.
     """
     if sampled.episodes is not None or decode_answer is None:
         raise InputError(

@@ -156,10 +156,7 @@ class StreamingRewards:
 
         The values are those of the local completions, or of the given groups, which must be all
         that were asked about. Faults count rows from the first of these. The result is empty if no
-        row was reported.
-
-        Raises:
-            TpuRlError: whatever a reward function raises on purpose.
+        row was reported. Raises TpuRlError whatever a reward function raises on purpose.
         """
         if not self._questions:
             return {}

@@ -73,8 +73,7 @@ class SamplingLayout(NamedTuple):
 def require_tensor_parallel(tensor_parallel: TensorParallel | None, num_devices: int) -> None:
     """Check --sampling.tensor-parallel for sampling on a number of devices.
 
-    Raises:
-        InputError: if it does not divide the number.
+    Raises InputError if it does not divide the number.
     """
     if not isinstance(tensor_parallel, int):
         return
@@ -95,8 +94,7 @@ def sampling_mesh(
     """Return the mesh for sampling: over `devices`, if the sampler has its own, with a tensor
     parallelism of 1 by default; otherwise over those of the run's mesh, by default that mesh.
 
-    Raises:
-        InputError: if `tensor_parallel` does not divide the devices.
+    Raises InputError if `tensor_parallel` does not divide the devices.
     """
     require_tensor_parallel(tensor_parallel, len(devices) or mesh.size)
     size = tensor_parallel if isinstance(tensor_parallel, int) else None

@@ -220,8 +220,7 @@ class ConversationSampler:
     def submit(self, requests: Sequence[TurnRequest]) -> None:
         """Add turns to be decoded.
 
-        Raises:
-            InputError: for a turn that does not fit into `max_length`, or has no tokens.
+        Raises InputError for a turn that does not fit into `max_length`, or has no tokens.
         """
         for request in requests:
             length = len(request.token_ids) + request.max_new_tokens

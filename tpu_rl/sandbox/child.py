@@ -237,8 +237,7 @@ def give_stdin(content: bytes) -> None:
 def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int, is_machine: bool = False) -> None:
     """Confine this process; `is_machine` if it will run shell commands.
 
-    Raises:
-        OSError: if the kernel refuses a step. Its file name is the step.
+    Raises OSError if the kernel refuses a step. Its file name is the step.
     """
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         raise OSError(1, "only Linux on x86-64 is known", "system calls")

@@ -196,10 +196,8 @@ def prepare(test: str) -> Prepared:
 
     There every name is the test's, except for those that it uses without defining them: they are
     the program's, and each use of them asks its process. So the test's functions, loops, literals
-    and comparisons are beyond the program's reach. Each assert must be reached.
-
-    Raises:
-        ValueError: if the test has no asserts, or its part cannot be separated from the program's.
+    and comparisons are beyond the program's reach. Each assert must be reached. Raises ValueError
+    if the test has no asserts, or its part cannot be separated from the program's.
     """
     try:
         tree = ast.parse(test)
@@ -783,8 +781,7 @@ assert _got == _want or [_got] == _want
 def check_test(test: Any) -> None:
     """Check a test without running anything.
 
-    Raises:
-        ValueError: if `passes` could not judge a program by it.
+    Raises ValueError if `passes` could not judge a program by it.
     """
     match test:
         case {"input": str(), "output": str()}:

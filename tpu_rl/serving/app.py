@@ -74,8 +74,7 @@ class Account:
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         """Return the distribution of tokens for a request.
 
-        Raises:
-            ApiError: if this account may not ask for it.
+        Raises ApiError if this account may not ask for it.
         """
         return options.distribution(default)
 
@@ -86,8 +85,7 @@ class Account:
     def begin(self, prompt: list[int], options: Options) -> OpenCall:
         """Return the next call: its prompt and seed.
 
-        Raises:
-            ApiError: if this account may make no further call.
+        Raises ApiError if this account may make no further call.
         """
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
         return OpenCall(prompt, np.array(divmod(seed, 2**32), np.uint32))

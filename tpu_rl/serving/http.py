@@ -203,8 +203,7 @@ class Bodies:
     async def read(self, request: Request) -> bytes:
         """Return the body of a request. `held` has it until the request is answered.
 
-        Raises:
-            ApiError: if it is too long, does not arrive in time, or there are too many.
+        Raises ApiError if it is too long, does not arrive in time, or there are too many.
         """
         body = bytearray()
         size = 0

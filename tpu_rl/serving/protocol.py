@@ -119,8 +119,7 @@ class TextRequest:
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """Return the value of a JSON text.
 
-    Raises:
-        ApiError: if it is none, or nested so deeply that functions which walk it would fail.
+    Raises ApiError if it is none, or nested so deeply that functions which walk it would fail.
     """
     try:
         value = json.loads(text)
@@ -321,8 +320,7 @@ def call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
 def arguments(text: str, place: str) -> dict[str, Any]:
     """Return the arguments of a call, which clients send as JSON.
 
-    Raises:
-        ApiError: if they are none.
+    Raises ApiError if they are none.
     """
     value = parse_json(text, place) if text else {}
     if not isinstance(value, dict):

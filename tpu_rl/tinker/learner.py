@@ -238,8 +238,7 @@ class Learner:
     ) -> Outputs:
         """Add the gradient of a checked request to that of the adapter.
 
-        Raises:
-            ApiError: if the loss or its gradient is not finite; the adapter is then as before.
+        Raises ApiError if the loss or its gradient is not finite; the adapter is then as before.
         """
         batch, unpack = self._pack({**losses.LOSSES[name].settings, **settings}, data)
         gradients = adapter.gradients
@@ -283,9 +282,8 @@ class Learner:
     def step(self, adapter: Adapter, settings: Mapping[str, float]) -> dict[str, float]:
         """Take a step of Adam with the gradient so far, which is then zero; return its metrics.
 
-        Raises:
-            ApiError: if there is no gradient, or the step has numbers that are not finite. The
-                adapter is then as before, without its gradient.
+        Raises ApiError if there is no gradient, or the step has numbers that are not finite. The
+        adapter is then as before, without its gradient.
         """
         if adapter.gradients is None:
             raise ApiError(

@@ -148,8 +148,7 @@ def require(name: str) -> None:
 def check(name: str, settings: Mapping[str, float | str], data: list[Datum], vocab: int) -> float:
     """Check a request's loss and the numbers of its data; return beta, or 0 if it has none.
 
-    Raises:
-        ApiError: if the loss is not supported, or data and settings are not those that it reads.
+    Raises ApiError if the loss is not supported, or data and settings are not those that it reads.
     """
     require(name)
     loss = LOSSES[name]

@@ -322,8 +322,7 @@ class Sessions:
     ) -> str:
         """Let a training client be made; return the id of the request.
 
-        Raises:
-            ApiError: if there are too many.
+        Raises ApiError if there are too many.
         """
         _require_number(number, "model_seq_id")
         session = self.session(session_id)
@@ -429,8 +428,7 @@ class Sessions:
     ) -> None:
         """Save an adapter among the user's states.
 
-        Raises:
-            ApiError: if it cannot be written, or the user has no room for it.
+        Raises ApiError if it cannot be written, or the user has no room for it.
         """
         most = self.user.most_bytes
         size = 0 if most is None else self.store.size()
@@ -506,8 +504,7 @@ class Service:
     def make_room(self, session: Session, size: int) -> None:
         """Forget results that were fetched, if a request of this size needs their memory.
 
-        Raises:
-            ApiError: if that is not enough.
+        Raises ApiError if that is not enough.
         """
         for sessions, most in (([session], SESSION_BYTES), (self.sessions, ALL_BYTES)):
             held = sum(other.held for other in sessions)

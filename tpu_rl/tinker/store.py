@@ -212,8 +212,7 @@ class Store:
     def delete(self, path: str) -> None:
         """Delete a saved state, which may be damaged.
 
-        Raises:
-            ApiError: if there is none, or it cannot be deleted.
+        Raises ApiError if there is none, or it cannot be deleted.
         """
         folder = self.folder(path)
         try:

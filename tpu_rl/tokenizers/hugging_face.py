@@ -23,10 +23,7 @@ def characters(alphabet: str, chat_template: str | None = None) -> Tokenizer:
     """Return a tokenizer with one token per character of `alphabet`.
 
     Ids 0 to 3 are <pad>, <bos>, <eos> and <unk>. It is an ordinary fast tokenizer, which loads in
-    transformers once saved.
-
-    Raises:
-        InputError: if a character comes twice, or there is none.
+    transformers once saved. Raises InputError if a character comes twice, or there is none.
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
         raise InputError(

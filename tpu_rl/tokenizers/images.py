@@ -224,8 +224,7 @@ class ImageReader:
     def read(self, sources: Sequence[Any]) -> tuple[np.ndarray, list[Layout]]:
         """Return the pieces [p, ...] float32 of images, and the tokens of each image.
 
-        Raises:
-            InputError: if one of them is missing, broken or too large.
+        Raises InputError if one of them is missing, broken or too large.
         """
         processor = self.processor()
         pieces = []
@@ -242,8 +241,7 @@ class ImageReader:
     def layouts(self, sources: Sequence[Any]) -> list[Layout]:
         """Return the tokens of each image by its size alone: its pixels are not read.
 
-        Raises:
-            InputError: if one of them is missing, no image, or too large.
+        Raises InputError if one of them is missing, no image, or too large.
         """
         processor = self.processor()
         layouts = []
@@ -301,10 +299,8 @@ def sources_of(row: Mapping[str, Any]) -> list[Any]:
 def opened(source: Any, folder: Path, place: str, read: Callable[[Any], Any] | None = None) -> Any:
     """Return a PIL image of a path, a data URL, bytes, a dict with one of them, or a PIL image.
 
-    With `read`, what this function makes of the image that PIL has opened and not read.
-
-    Raises:
-        InputError: if it cannot be read.
+    With `read`, what this function makes of the image that PIL has opened and not read. Raises
+    InputError if it cannot be read.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -133,10 +133,8 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text, with nothing added.
 
-        Control-token literals become control tokens only if `special` is True.
-
-        Raises:
-            InputError: if the text cannot be written in UTF-8.
+        Control-token literals become control tokens only if `special` is True. Raises InputError if
+        the text cannot be written in UTF-8.
         """
         _require_encodable(text)
         if not special:
@@ -148,9 +146,7 @@ class Tokenizer:
         """Return the ids of a text that continues another one, which has ids of its own.
 
         Sentencepiece writes a space before a text that stands alone. A continuation has none.
-
-        Raises:
-            InputError: if the text cannot be written in UTF-8.
+        Raises InputError if the text cannot be written in UTF-8.
         """
         alone = self.encode(text)
         if not text or not self._adds_space:
@@ -175,8 +171,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids, without control tokens unless `skip_special` is False.
 
-        Raises:
-            ValueError: for an unknown id.
+        Raises ValueError for an unknown id.
         """
         ids = [int(i) for i in ids]
         if self.images is not None:
@@ -206,8 +201,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation, by the chat template.
 
-        Raises:
-            InputError: if there is no template, or it fails or does not end.
+        Raises InputError if there is no template, or it fails or does not end.
         """
         conversation = self._conversation(messages, tools)
         return self._encode_rendered(conversation.text(add_generation_prompt), conversation.mark)
@@ -232,9 +226,8 @@ class Tokenizer:
 
         A conversation is rendered by the chat template. A text follows `prefix_ids`, or is the
         user's message of a conversation (`wraps`). An image is one token (see `with_images`).
-
-        Raises:
-            InputError: if a conversation cannot be rendered, or ends with the assistant's message.
+        Raises InputError if a conversation cannot be rendered, or ends with the assistant's
+        message.
         """
         if isinstance(prompt, str):
             if not self.wraps(prompt):
@@ -473,9 +466,7 @@ class Tokenizer:
 
         A key of a message is not shown if one of its texts does not occur in the rendering. A key
         with a number or a truth value is not shown if its name does not occur in the template.
-
-        Raises:
-            InputError: if the conversation cannot be rendered.
+        Raises InputError if the conversation cannot be rendered.
         """
         conversation = self._conversation(messages, tools)
         is_answered = conversation.messages[-1]["role"] == "assistant"
@@ -709,9 +700,7 @@ class Tokenizer:
 
         It is the format that reads back a call that the chat template writes. If the template
         writes none, the prompt must explain a format, as SmolLM3's and Phi-4-mini's templates do.
-
-        Raises:
-            InputError: if no format reads what the template writes, or nothing tells the format.
+        Raises InputError if no format reads what the template writes, or nothing tells the format.
         """
         self.require_readable_calls()
         form = self._call_form

@@ -182,10 +182,8 @@ def only_device(devices: Sequence[Any]) -> tuple[Any, ...]:
 def split_devices(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the devices without the last `count`, and these.
 
-    The chips of a TPU slice are cut between two planes, so that both parts are cuboids.
-
-    Raises:
-        InputError: if nothing would be left, or a slice cannot be cut so.
+    The chips of a TPU slice are cut between two planes, so that both parts are cuboids. Raises
+    InputError if nothing would be left, or a slice cannot be cut so.
     """
     where = "--sampling.devices"
     if not 0 < count < len(devices):

@@ -189,8 +189,7 @@ def find_models(
 ) -> tuple[Path, dict[str, Path]]:
     """Return the directory of --model.path, and those of the roles that start as other models.
 
-    Raises:
-        InputError: if one is neither a directory nor a model of the hub.
+    Raises InputError if one is neither a directory nor a model of the hub.
     """
     find = models.find_directory if needs_weights else models.find_configuration
     find_base = models.find_configuration if config.model.random_init else find

@@ -59,9 +59,8 @@ MEDIA_COLUMNS = {"images", "image", "videos", "video", "audios", "audio"}
 def check(config: ExperimentConfig, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """Print notes about how the rows of a file are read, and return warnings about what is not.
 
-    Raises:
-        InputError: if one of the rows cannot be encoded, or has ids beyond the embedding; with the
-            line of the row.
+    Raises InputError if one of the rows cannot be encoded, or has ids beyond the embedding; with
+    the line of the row.
     """
     warnings: list[str] = []
     experiences = [stage.algorithm.experience for stage in config.stages]
@@ -371,9 +370,8 @@ def _unshown(row: Row, tokenizer: Tokenizer) -> set[str]:
 def _spells(row: Row, columns: Sequence[str], markers: re.Pattern[str]) -> bool:
     """Return True if a text in one of the columns spells a control token.
 
-    Raises:
-        InputError: if a prompt begins with one or an answer ends with one, as where a chat template
-            was applied already.
+    Raises InputError if a prompt begins with one or an answer ends with one, as where a chat
+    template was applied already.
     """
     is_spelled = False
     for name in ("messages", "prompt", "completion") if "messages" in columns else columns:

@@ -54,8 +54,7 @@ def main(argv: list[str]) -> int:
 def read(file: str) -> list[dict[str, Any]]:
     """Return labeled rows.
 
-    Raises:
-        InputError: if the file cannot be read, or a row lacks a completion or a label.
+    Raises InputError if the file cannot be read, or a row lacks a completion or a label.
     """
     path = Path(file).expanduser()
     if not path.is_file():

@@ -95,8 +95,7 @@ def check_target(to: str | None) -> None:
 def compare(flags: Flags, problems: list[list[str]]) -> str:
     """Return the comparison as Markdown.
 
-    Raises:
-        InputError: if there are fewer than two models, or they have no problems in common.
+    Raises InputError if there are fewer than two models, or they have no problems in common.
     """
     groups = groups_of(flags.models)
     members = list(dict.fromkeys(itertools.chain(*groups.values())))
@@ -306,8 +305,7 @@ def beside(paired: dict[str, Answers], is_graded: bool) -> str:
 def memorized(originals: dict[str, Answers], variants: dict[str, Answers]) -> str:
     """Return a table of models and their memorization scores (see `evaluation.memorization`).
 
-    Raises:
-        InputError: if there are not as many variants as originals.
+    Raises InputError if there are not as many variants as originals.
     """
     lines = []
     for member, known in originals.items():

@@ -211,8 +211,7 @@ def _say(line: str) -> None:
 def find_target(topology: str | None, slices: int | None = None) -> Target:
     """Return the chips of a TPU topology, or the local devices for None and "cpu".
 
-    Raises:
-        InputError: if the TPU compiler does not know the topology.
+    Raises InputError if the TPU compiler does not know the topology.
     """
     import jax
 

@@ -107,8 +107,7 @@ def known_by_name(config: ExperimentConfig) -> Iterator[ExperimentConfig]:
 def read_model(config: ExperimentConfig) -> Model:
     """Return the model of --model.path without weights: a directory, hub id or builtin:NAME.
 
-    Raises:
-        InputError: if there is no such model. It names the well-known models most like it.
+    Raises InputError if there is no such model. It names the well-known models most like it.
     """
     try:
         directory = models.find_directory(roles.model_path(config.model.path))

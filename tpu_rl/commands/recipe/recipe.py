@@ -269,10 +269,8 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
     """Sample completions of the stage's prompts, and write the rows to keep to rows.jsonl.
 
     Chunks of prompts are sampled and written one after the other, so that a filter that was killed
-    goes on. What a chunk draws depends on the seed and on its number only.
-
-    Raises:
-        InputError: if the folder has rows of other settings, or no row is left.
+    goes on. What a chunk draws depends on the seed and on its number only. Raises InputError if the
+    folder has rows of other settings, or no row is left.
     """
     folder = Path(config.run_dir)
     stage = answers.identity(config, str(config.model.path))

@@ -31,8 +31,7 @@ TEXTS = "texts"
 def load(path: str) -> Callable[..., Any]:
     """Return the function of `keep: columns`.
 
-    Raises:
-        InputError: if there is none, or it does not take texts.
+    Raises InputError if there is none, or it does not take texts.
     """
     function = user_code.load_function(path, "columns")
     parameters = inspect.signature(function).parameters.values()
@@ -91,10 +90,8 @@ def columns_of(
 ) -> list[dict[str, Any] | None]:
     """Return the columns that the user's function gives to some completions; None of no problem.
 
-    A text on which it fails is no problem. A warning says how many there were.
-
-    Raises:
-        InputError: if it fails on all texts, or returns something else than columns.
+    A text on which it fails is no problem. A warning says how many there were. Raises InputError if
+    it fails on all texts, or returns something else than columns.
     """
     if not keep.columns or not numbers:
         return [{} for _ in numbers]

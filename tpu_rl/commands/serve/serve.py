@@ -140,8 +140,7 @@ def key_check(flags: Flags) -> Callable[[str | None], bool]:
 def check(flags: Flags) -> None:
     """Check the flags.
 
-    Raises:
-        InputError: if a number is out of range, or others could reach a server without a key.
+    Raises InputError if a number is out of range, or others could reach a server without a key.
     """
     ranges.check(flags, "--")
     least, most = TEMPERATURES

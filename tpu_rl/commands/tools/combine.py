@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
 def write(flags: Flags, problems: list[list[str]]) -> None:
     """Write the sums, and evaluate them on a set of problems if there is one.
 
-    Raises:
-        InputError: if flags do not go together, or models do not.
+    Raises InputError if flags do not go together, or models do not.
     """
     if flags.to is None or not flags.terms:
         raise InputError(
@@ -129,8 +128,7 @@ def measure(config: ExperimentConfig, model: str) -> answers.Estimate:
 def weight_of(text: str, s: float) -> float:
     """Return the value of a weight, such as "0.5" or "1-s".
 
-    Raises:
-        InputError: if it is something else.
+    Raises InputError if it is something else.
     """
 
     def value(node: ast.AST) -> float:

@@ -101,10 +101,8 @@ def combine(to: str | Path, terms: Terms, base: Path | None = None) -> None:
 def fitting_tensors(directories: Sequence[Path]) -> list[dict[str, StoredTensor]]:
     """Return the tensors of each model, by name, of models that can be added up.
 
-    Only headers are read.
-
-    Raises:
-        InputError: if names, shapes, settings or tokenizers differ, or a model is an adapter.
+    Only headers are read. Raises InputError if names, shapes, settings or tokenizers differ, or a
+    model is an adapter.
     """
     first = directories[0]
     for directory in directories:

@@ -99,8 +99,7 @@ def write(address: str) -> None:
 def serve(addresses: Sequence[str], port: int) -> None:
     """Serve the page until Ctrl-C.
 
-    Raises:
-        InputError: if there is no run, or the port cannot be used.
+    Raises InputError if there is no run, or the port cannot be used.
     """
     for address in addresses:
         remote_run.fetch(address)  # Raises if there is no run.
@@ -149,8 +148,7 @@ class PageServer(ThreadingHTTPServer):
 def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
     """Return a server of the page of the runs at some addresses.
 
-    Raises:
-        InputError: if the port cannot be used.
+    Raises InputError if the port cannot be used.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -147,10 +147,8 @@ def rows_of_set(
 
     They have the run's format, columns, templates and instruction; with a task, the plain format.
     Rows are problems or demonstrations, whatever the run learns from. The prompt of a conversation
-    is what stands before the assistant's last answer.
-
-    Raises:
-        InputError: if a row has no `prompt` and no `messages`, or is not valid.
+    is what stands before the assistant's last answer. Raises InputError if a row has no `prompt`
+    and no `messages`, or is not valid.
     """
     files = data_config if isinstance(data_config, FileData) else FileData()
     first = data.first_row(path, split, files.config, files.columns)
@@ -238,8 +236,7 @@ def first_fitting(rows: Sequence[Row], misfit: Callable[[Row], str]) -> data.Sto
 def require_json(rows: Sequence[Row]) -> None:
     """Check that checkpoints can contain the rows, as those of unfinished completions.
 
-    Raises:
-        InputError: if a row is not a JSON value.
+    Raises InputError if a row is not a JSON value.
     """
     for number, row in enumerate(rows, start=1):
         for column, value in row.items():
@@ -265,10 +262,8 @@ def file_rows(
 
     Without a second file, the last rows are held out: `num_held_out`, but a tenth of all at most;
     with weights, of each part of the data in its share. Of formats with several rows per problem,
-    see `solution_rows`.
-
-    Raises:
-        InputError: if no file is given, or a row lacks a column or is not valid.
+    see `solution_rows`. Raises InputError if no file is given, or a row lacks a column or is not
+    valid.
     """
     if files.path is None:
         raise InputError(
@@ -356,8 +351,7 @@ def _warn_once(message: str) -> None:
 def with_template(row: Row, templates: tuple[str, ...]) -> Row:
     """Return the row with its prompt, or the prompt's last message, in one of the templates.
 
-    Raises:
-        InputError: if a template has no place for the prompt, or the row no prompt of text.
+    Raises InputError if a template has no place for the prompt, or the row no prompt of text.
     """
     if not templates:
         return row
@@ -420,9 +414,7 @@ def read_rows(
     """Return the rows of a file or dataset, with the instruction appended to their prompts.
 
     Of graded solutions these are the problems, one row each; see `solution_rows` for the solutions.
-
-    Raises:
-        InputError: if a row lacks a column of `spec.columns` or is not valid.
+    Raises InputError if a row lacks a column of `spec.columns` or is not valid.
     """
     read = functools.partial(
         data.read, path, split=split, config=files.config, column_names=files.columns

@@ -247,9 +247,8 @@ def shuffled(positions: np.ndarray, num_rows: int, seed: tuple[int, ...]) -> np.
 def collect(engine: Engine, rows: list[Row], params: Params, spec: RoundSpec) -> Round:
     """Sample and score the examples of a round.
 
-    Raises:
-        InputError: if all examples have the same return or, with `spec.drop_equal_returns`, if
-            those of each prompt do; or if a return is outside `spec.return_range`.
+    Raises InputError if all examples have the same return or, with `spec.drop_equal_returns`, if
+    those of each prompt do; or if a return is outside `spec.return_range`.
     """
     sampled = engine.generate(params, RolloutRequest(rows, spec.first_step))
     scored = engine.score(sampled)
@@ -433,8 +432,7 @@ def write(path: Path, round_: Round) -> None:
 def read(path: Path) -> tuple[Round, str]:
     """Return a round and the SHA-256 of its file.
 
-    Raises:
-        DamagedDataError: if the file is missing or cannot be read.
+    Raises DamagedDataError if the file is missing or cannot be read.
     """
     try:
         content = path.read_bytes()

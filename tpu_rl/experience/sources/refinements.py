@@ -30,8 +30,7 @@ from tpu_rl.types import RowSource, TrainState
 def with_critique(row: Row, completion: str, spec: Refinement) -> Row:
     """Return the row whose prompt goes on with a completion and its critique.
 
-    Raises:
-        InputError: if the critique names the answer, and its column holds no text.
+    Raises InputError if the critique names the answer, and its column holds no text.
     """
     critique = spec.critique
     if "{answer}" in critique:

@@ -238,9 +238,7 @@ class Episodes:
         """Reset all environments at once, and return local row -> token ids of its prompt.
 
         An episode whose reset fails has the prompt of its data row, and ends with its first turn.
-
-        Raises:
-            InputError: if a prompt of the data is too long, with the tools that it shows.
+        Raises InputError if a prompt of the data is too long, with the tools that it shows.
         """
         restoring = []
         for episode in self._episodes.values():
