@@ -209,7 +209,6 @@ class JsonLines:
 
     def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append the row of one step; its samples have a file of their own."""
-        del samples
         self.append(row)
 
     def append(self, *rows: Mapping[str, Any]) -> None:

@@ -155,7 +155,6 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
     weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         completions, layout = experience
         assert isinstance(completions, Completions)
         mask = completions.action_mask

@@ -313,7 +313,6 @@ def compared_pairs(
 
 def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build DPO. It learns from Pairs. Its state counts the updates if the reference moves."""
-    del sampling
     terms = loss_terms(config)
     matched = terms[0].loss.matched
     scores_by_rank = partial(compared_scores, matched, roles["policy"])

@@ -203,7 +203,6 @@ def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
     Raises:
         InputError: if the return of an episode is below 0.
     """
-    del step, state
     rollout = scored.rollout
     returns = jnp.asarray(rollout.rewards).sum(-1)
     lowest = float(advantages.episode_totals(returns, rollout.episode_id).min())
@@ -221,7 +220,6 @@ def weighted_thoughts(weight: float, end: tuple[int, ...]) -> Part:
     """Make the part that multiplies the advantages of thoughts, which go up to `end`."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         rollout = draft.rollout
         is_thought = advantages.thoughts(rollout.tokens, rollout.action_mask, end)
         in_thought = draft.layout.pack(is_thought.astype(batch.advantages.dtype))

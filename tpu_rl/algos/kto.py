@@ -100,7 +100,6 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     The state of bco is the mean s of the updates so far, and their number.
     """
-    del sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
@@ -148,7 +147,6 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         }
 
     def init_state(params: Params) -> Any:
-        del params
         return {"mean": jnp.zeros(()), "steps": jnp.zeros(())} if config.loss == "bco" else ()
 
     def after_update(params: Params, state: Any, metrics: dict[str, Array]) -> tuple[Params, Any]:

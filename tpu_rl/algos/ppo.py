@@ -229,7 +229,6 @@ def imitated_answers(coef: float) -> Part:
         return masked.token_mean(learned & right[:, None], layout.minibatch, layout.minibatches)
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         packed = draft.layout.pack(weights(draft.rollout, draft.layout))
         return batch.with_weights(positive=packed)
 

@@ -243,14 +243,12 @@ def log_probs_ahead(
 
 def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build Q#. It learns from QExamples."""
-    del sampling
     q = roles["q"]
     support = config.histogram
     next_token_coef = config.next_token_coef
     weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         examples, layout = experience
         assert isinstance(examples, QExamples)
         learned = examples.action_mask

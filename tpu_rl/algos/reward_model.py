@@ -168,7 +168,6 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
 
     Completions that were judged alone count nothing, unless they have ratings.
     """
-    del sampling
     is_rated = config.pairs == "rated"
 
     def spread_of(outputs: Array) -> Array:

@@ -69,11 +69,9 @@ def ce_u(logits: Array, tokens: Array) -> Array:
 
 def unlearn(config: UnlearnConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build unlearning. It learns from Demonstrations, and forgets those of negative weight."""
-    del sampling
     policy = roles["policy"]
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         texts, layout = experience
         assert isinstance(texts, Demonstrations)
         weights = 1.0 if texts.weights is None else texts.weights

@@ -79,7 +79,6 @@ def value_pretraining(
     config: ValuePretrainingConfig, roles: Roles, sampling: Sampling
 ) -> Algorithm:
     """Build value pretraining. It learns from a Rollout."""
-    del sampling
     values = partial(value_loss.values, roles["value"])
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:

@@ -267,7 +267,6 @@ class StepObjects:
         That is, the store answered and granted access. A lack of memory or of file handles is no
         damage.
         """
-        del step
         return isinstance(error, (ValueError, KeyError, IndexError)) and not is_transient(error)
 
     def was_restored(self, step: int) -> None:

@@ -94,7 +94,6 @@ def before_training(context: RunContext, stage: Stage, evaluations: Evaluations)
 
 
 def _nothing(params: Params, in_full: bool) -> dict[str, float]:
-    del params, in_full
     return {}
 
 
@@ -121,7 +120,6 @@ def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     score = text_scorer(context.role("policy"), mesh)
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
-        del in_full
         with jax.set_mesh(policy.mesh):
             sampled = policy.params(params)
         model = harness.HarnessModel(
@@ -371,7 +369,6 @@ def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | Non
         return None
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
-        del in_full
         metrics = {}
         for name, loss in losses.items():
             metrics |= held_out_loss.as_metrics(loss(params), _prefix(name))

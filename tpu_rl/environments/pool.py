@@ -327,7 +327,6 @@ class _Local:
         self._ids = itertools.count()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Future[Reply]:
-        del seconds
         future: Future[Reply] = Future()
         request["id"] = next(self._ids)
         self._host.handle(request, lambda reply: future.set_result(_as_reply(reply)))

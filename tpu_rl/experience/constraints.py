@@ -108,7 +108,6 @@ class Multipliers:
 
     def __call__(self, scored: Scored, step: int, state: TrainState) -> Scored:
         """Subtract the terms of the constraints from returns, then move the multipliers."""
-        del step, state
         # The command line reads this file, and needs no engine.
         from tpu_rl.rollout.dynamic_sampling import all_sampled
         from tpu_rl.rollout.scoring import by_episode

@@ -80,19 +80,16 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
 
 
 def _gain(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    del returns
     return np.clip(np.exp(found).mean(1) - np.exp(alone).mean(), 0.0, 1.0)
 
 
 def _spread(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    del returns
     spreads = found.std(0)
     weights = spreads / spreads.sum() if spreads.any() else np.full(len(alone), 1 / len(alone))
     return (found - alone) @ weights
 
 
 def _consistent(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    del alone
     likelihood = np.exp(found).mean(1)
     is_right = returns > 0.5
     threshold = likelihood[is_right].mean() if is_right.any() else np.inf
@@ -116,7 +113,6 @@ def reference_likelihood(
     """
 
     def add_likelihood(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step
         rollout = scored.rollout
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)

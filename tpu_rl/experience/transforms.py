@@ -145,7 +145,6 @@ def most_varied(share: float) -> Transform:
     """Build the filter `dynamic_sampling.keep_most_varied`."""
 
     def keep(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step, state
         return dynamic_sampling.keep_most_varied(scored, share)
 
     return keep
@@ -163,7 +162,6 @@ def normalized_rewards(terms: Sequence[rewards.RewardTerm]) -> Transform:
     """
 
     def normalize(scored: Scored, step: int, state: TrainState) -> Scored:
-        del state
         rollout = scored.rollout
         if np.any(np.asarray(rollout.rewards)[:, :-1] * np.asarray(rollout.action_mask)[:, 1:]):
             raise InputError(
@@ -231,7 +229,6 @@ def expert_of_column(column: str, tokenizer: Tokenizer) -> Transform:
     """Build the transform that adds the text of a column to each group, as an expert's row."""
 
     def add_expert(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step, state
         experts = [[row_of_column(row, column, tokenizer)] for row in scored.rows]
         return add_rows(scored, experts, RowSource.EXPERT)
 
@@ -260,7 +257,6 @@ def text_of_file(path: str, tokenizer: Tokenizer) -> Transform:
         return np.random.default_rng(epoch).permutation(len(rows))
 
     def add_texts(scored: Scored, step: int, state: TrainState) -> Scored:
-        del state
         columns = np.asarray(scored.rollout.tokens).shape[1]
         texts = []
         for number in range(step * len(scored.rows), (step + 1) * len(scored.rows)):

@@ -145,7 +145,6 @@ def log_collision(role: Role, params: Params, hidden: Array, rows: PackedRows) -
     """
 
     def chunk_collision(tokens: Array, states: Array) -> Array:
-        del tokens
         return jax.nn.logsumexp(2.0 * jax.nn.log_softmax(role.logits(params, states)), axis=-1)
 
     chunk_tokens = tokens_at_once(vocabulary(role, params, hidden))
@@ -400,7 +399,6 @@ def _log_probs_of_logits_gradient(
 ) -> tuple[Array, None]:
     """Compute the gradient of the logits, without a scatter into the vocabulary. d log p(token) / d
     z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H)."""
-    del exact
     logits, tokens, log_normalizer, entropy = residuals
     log_prob_gradient, entropy_gradient = gradients
     log_p = logits - log_normalizer[..., None]

@@ -98,7 +98,6 @@ def clipped_surrogate(
     dual_clip: float | None = None,
 ) -> Surrogate:
     """Compute PPO's and GRPO's surrogate: the clipped ratio of each token."""
-    del rows
     return clipped_ratio_surrogate(
         importance_ratio(log_probs, old_log_probs),
         advantages,
@@ -216,7 +215,6 @@ def unclipped(
     log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows
 ) -> Surrogate:
     """Compute -ratio A of each token."""
-    del rows
     ratio = importance_ratio(log_probs, old_log_probs)
     return Surrogate(-ratio * advantages, ratio)
 

@@ -51,7 +51,6 @@ def text_mix(coef: float) -> Part:
         return coef * mean
 
     def losses(log_probs: Array, batch: PolicyBatch) -> Array:
-        del batch
         return -log_probs
 
     return weighted_term("pretraining", weights, losses)

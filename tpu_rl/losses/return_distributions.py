@@ -153,7 +153,6 @@ def log_offset(outputs: Array, kl_coef: Array | float, support: Support | None) 
 
     It is the log of the mean return as a share of the highest return. eta does not matter.
     """
-    del kl_coef
     if support is None:
         return jax.nn.log_sigmoid(outputs[..., 0])
     share = _mean_above_lowest(outputs, support) / (support.high - support.low)

@@ -56,7 +56,6 @@ def robust_prompts(config: RobustSettings) -> Part:
     """Make the part that weighs prompts as in the worst case, see `worst_prompts`."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         rollout, layout = draft.rollout, draft.layout
         mask = learned_tokens(rollout)
         factors = worst_prompts(

@@ -1291,7 +1291,6 @@ def decoder(config: DecoderConfig) -> Model:
         return unembed(config, params, hidden)
 
     def init_cache(params: Params, rows: int, length: int) -> Any:
-        del params
         return kv_cache.init_cache(config, rows, length)
 
     def extend(params: Params, cache: Any, *arguments: Any, **named: Any) -> tuple[Array, Any]:

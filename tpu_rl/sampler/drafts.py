@@ -113,17 +113,14 @@ def lookup_draft(tokens: int, ngram: int) -> Draft:
     """
 
     def init_cache(params: Params, rows: int, length: int) -> Any:
-        del params, rows, length
         return ()
 
     def extend(params: Params, cache: Any, *token_arrays: Array) -> tuple[None, Any]:
-        del params, token_arrays
         return None, cache
 
     def propose(
         params: Params, cache: Any, inputs: DraftInputs, config: SamplerConfig
     ) -> tuple[Array, Any]:
-        del params, config
         group_matched, group_continuation = _match_group(inputs, tokens, ngram)
         own_matched, own_continuation = _match_own_text(inputs, tokens, ngram)
         matched = jnp.concatenate([group_matched, own_matched], axis=1)

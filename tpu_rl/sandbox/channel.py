@@ -448,7 +448,6 @@ class End:
 
     def make_proxy(self, function: str | None) -> Any:
         """Return a new proxy. Of a function the name and the docstring are known."""
-        del function
         return object.__new__(self._proxy)
 
     def number_of(self, proxy: Any) -> str:

@@ -517,7 +517,6 @@ class _AgentEngine:
     def _sampler(
         self, images: ImageTable | None, params: Params, rows: int, distribution: Distribution
     ) -> ConversationSampler:
-        del distribution  # That of the run, the only one that episodes may ask for.
         decoding = self._decoding
         config = decoding.config
         reader = self._scorer.tokenizer.images

@@ -181,7 +181,6 @@ class EpisodeAccount(Account):
         return left if self._most_calls == 1 else -(-left // 2)
 
     def begin(self, prompt: list[int], options: Options) -> OpenCall:
-        del options
         if self._calls.total() >= self._most_calls:
             raise ApiError(
                 403,  # Clients repeat what gets 429, and it would never succeed.

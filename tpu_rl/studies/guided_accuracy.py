@@ -190,7 +190,6 @@ def judge(
     begins, ends = spans(reference.rollout)
 
     def batch_scores(tokens: Array, begins: Array, ends: Array) -> Array:
-        del begins
         return guided_policy.last_return(
             guided.q, guided.support, guided.reads, guided.params, tokens, ends
         )

@@ -245,14 +245,12 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each well-formed completion with the right answer, else 0."""
-    del prompts
     answers = [parse_answer(text_of(completion)) for completion in completions]
     return [float(value == int(right)) for value, right in zip(answers, answer, strict=True)]
 
 
 def well_formed(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each well-formed completion, right or wrong, else 0."""
-    del prompts
     return [float(parse_answer(text_of(completion)) is not None) for completion in completions]
 
 

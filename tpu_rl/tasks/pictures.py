@@ -130,7 +130,6 @@ def correct(
 
     Thoughts are left out.
     """
-    del prompts
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         text = answer_text(text_of(completion))
@@ -200,7 +199,6 @@ class PictureLook:
 
     def reset(self, sharp: bytes, cells: int, answer: str, **row: Any) -> None:
         """Take a row of `PicturesSource` with the questions "look"."""
-        del row
         from PIL import Image
 
         self._sharp = np.asarray(Image.open(io.BytesIO(sharp)))

@@ -83,7 +83,6 @@ def reverse(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each completion that is the reversed string after a hash, else 0."""
-    del prompts
     return [
         float(text_of(completion) == f"#{right}")
         for completion, right in zip(completions, answer, strict=True)
@@ -98,7 +97,6 @@ def reverse_characters(
     Characters beyond the answer's length count as wrong ones. A completion without a hash at its
     start gets 0.
     """
-    del prompts
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         text = text_of(completion)

@@ -153,13 +153,11 @@ def _lines(completion: str | Sequence[Mapping[str, Any]]) -> list[str]:
 
 def called(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each completion with a well-formed search, else 0."""
-    del prompts
     return [float(any(map(_SEARCH.fullmatch, _lines(each)))) for each in completions]
 
 
 def formatted(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each completion that ends with an answer, else 0."""
-    del prompts
     return [float(_ANSWER.fullmatch(_lines(each)[-1]) is not None) for each in completions]
 
 
@@ -167,7 +165,6 @@ def right(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each completion that ends with the right answer, else 0."""
-    del prompts
     return [
         float(_lines(completion)[-1] == f"answer {truth}")
         for completion, truth in zip(completions, answer, strict=True)

@@ -110,7 +110,6 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each completion that is the whole path from the center to the goal, else 0."""
-    del prompts
     paths = [parse_path(text_of(completion)) for completion in completions]
     return [float(path == parse_path(right)) for path, right in zip(paths, answer, strict=True)]
 

@@ -103,7 +103,6 @@ def target_log_probs(model: Model, params: Params, rows: PackedRows, targets: Ta
         return log_probs_of_hidden(role, params, hidden, predicted).log_probs[..., None]
 
     def of_chunk(tokens: Array, states: Array, several: Array) -> Array:
-        del tokens
         logits = role.logits(params, states)
         chosen = jnp.take_along_axis(logits, several, axis=-1)
         return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -360,7 +359,6 @@ class Learner:
         hidden = role.hidden(params, rows)
 
         def of_chunk(tokens: Array, states: Array) -> tuple[Array, Array]:
-            del tokens
             return jax.lax.top_k(jax.nn.log_softmax(role.logits(params, states)), top)
 
         chunk = tokens_at_once(vocabulary(role, params, hidden))

@@ -78,7 +78,6 @@ class Loss(NamedTuple):
 
 
 def _cross_entropy(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
-    del beta
     return -(numbers.weights * log_probs).sum(-1)
 
 
@@ -86,7 +85,6 @@ def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callabl
     """Return the losses of a surrogate of this library, 0 where the advantage is 0."""
 
     def losses(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
-        del beta
         log_probs = log_probs[..., 0]
         counts = numbers.advantages != 0
         # Where nothing counts, numbers without a gradient: zero times infinity would be NaN.

@@ -170,7 +170,6 @@ class Store:
 
     def _tree(self, arrays: Mapping[str, np.ndarray], name: str, like: Any) -> Any:
         def of_path(path: tuple, leaf: Any) -> np.ndarray:
-            del leaf
             return arrays[f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"]
 
         return self.learner.padded(jax.tree_util.tree_map_with_path(of_path, like))

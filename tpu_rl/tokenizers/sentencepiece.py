@@ -41,7 +41,6 @@ class _SentencePiece:
         return text + self.processor.decode(ordinary)
 
     def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
-        del text, prefix, tools
         return None
 
     @property

@@ -768,7 +768,6 @@ def _read_llama(text: str, row: Format, parameters: Parameters, in_thought: bool
 
 def _read_glm4(text: str, row: Format, parameters: Parameters, in_thought: bool) -> ParsedTurn:
     """Return a turn in which a line with the name of a tool is followed by its arguments."""
-    del row
     begin = _after_thoughts(text, in_thought)
     content = [text[:begin]]
     calls: Calls = []
@@ -784,7 +783,6 @@ def _read_glm4(text: str, row: Format, parameters: Parameters, in_thought: bool)
 
 def _read_harmony(text: str, row: Format, parameters: Parameters, in_thought: bool) -> ParsedTurn:
     """Return a turn of gpt-oss: messages, each with a channel, and a tool as the recipient."""
-    del row, parameters, in_thought
     calls: Calls = []
     thoughts: list[str] = []
     texts: list[str] = []

@@ -21,7 +21,6 @@ def gsm8k(
     one of the last line; in <answer> and behind thoughts, if there are some. Of several numbers,
     as in "42 or 41", none counts. `answer` is a number, or a GSM8K solution that ends with one.
     """
-    del prompts
     truths = [composed.gold(value, _number) for value in answer]
     numbers = [final_number(text_of(completion)) for completion in completions]
     return [float(number == truth) for number, truth in zip(numbers, truths, strict=True)]

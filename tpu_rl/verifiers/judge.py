@@ -171,7 +171,6 @@ def verdict(
     `answer` is "Yes" or "No" (also true and false, 1 and 0), or "A" or "B". The verdict is the last
     "Verdict: Yes" behind the thoughts, or the whole answer. recipes/judge_rows.py writes rows.
     """
-    del prompts
     expected = "Yes, No, A or B"
     truths = composed.references("answer", answer, _label, expected)
     said = [read_verdict(text_of(completion)) for completion in completions]
@@ -260,7 +259,6 @@ def _label(value: Any) -> str:
 
 def _no_model(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
     """Score nothing: stands for a judge without a model."""
-    del prompts
     return [None] * len(completions)
 
 

@@ -156,7 +156,6 @@ def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
         return first - second, jnp.logaddexp(first, second)
 
     def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
-        del requests
         odds, either = np.zeros((2, len(ids)), np.float32)
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         # Batches of equal size whose width is a power of two, so that few programs are compiled.

@@ -59,7 +59,6 @@ def effort(max_tokens: int = 1024) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, token_counts: Sequence[int], **_: Any
     ) -> list[float]:
-        del prompts, completions
         return [min(count / max_tokens, 1.0) for count in token_counts]
 
     return score

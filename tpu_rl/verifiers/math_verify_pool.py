@@ -36,7 +36,6 @@ def math_equivalent(
     Raises:
         MachineError: if math-verify is not installed.
     """
-    del prompts
     truths = [_truth(value) for value in answer]
     requests = [
         {"completions": [text_of(completion)], "answer": [truth]}

@@ -94,7 +94,6 @@ def _with_text(completion: Any, text: str) -> Any:
 
 def _one_number(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
     """Score nothing: stands for a reward model that is not named."""
-    del prompts
     return [None] * len(completions)
 
 
@@ -194,7 +193,6 @@ def _no_model(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[None]:
     """Score nothing: stands for `similarity` without a model."""
-    del prompts, answer
     return [None] * len(completions)
 
 
@@ -247,7 +245,6 @@ def environment(
     Without this term, it counts with the weight 1. `0.5*environment?math>0.5` counts half of it, in
     episodes that math accepts; rewards of turns are scaled in the same way.
     """
-    del prompts, completions
     return list(environment_rewards)
 
 
@@ -266,7 +263,6 @@ def majority(of: Reward = _one_number) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, group: Sequence[int], **_: Any
     ) -> list[Any]:
-        del prompts
         texts = [text_of(completion) for completion in completions]
         rows_of: dict[int, list[int]] = defaultdict(list)
         for row, number in enumerate(group):

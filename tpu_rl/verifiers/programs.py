@@ -114,7 +114,6 @@ def python_checks(
     Raises:
         MachineError: if the kernel cannot confine programs.
     """
-    del prompts
     sandbox.require()
     return [_share(*row, confine=True) for row in zip(completions, checks, strict=True)]
 
@@ -123,7 +122,6 @@ def python_checks_unsandboxed(
     prompts: Sequence[Any], completions: Sequence[Any], *, checks: Sequence[Sequence[str]], **_: Any
 ) -> list[float | RewardFailure]:
     """Return the same as `python_checks`, with checks that may do whatever this user may."""
-    del prompts
     return [_share(*row, confine=False) for row in zip(completions, checks, strict=True)]
 
 

@@ -53,7 +53,6 @@ def recall(documents: str = "", k: int = 100) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         known = _load(documents)
         golds = composed.references(
             "answer",

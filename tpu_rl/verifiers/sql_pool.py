@@ -59,7 +59,6 @@ def _reward(function: str, folder: str, value: Any, scores_empty: bool) -> Rewar
         database: Sequence[Any],
         **_: Any,
     ) -> list[float | RewardFailure | None]:
-        del prompts
         databases = [_find(str(name), folder, row) for row, name in enumerate(database)]
         golds = [str(query) for query in answer]
         checks = [_check(*pair) for pair in zip(golds, databases, strict=True)]

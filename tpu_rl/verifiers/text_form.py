@@ -21,7 +21,6 @@ def think_format(opened: bool = False) -> Reward:
     """
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         start = "" if opened else "<think>"
         texts = [text_of(completion) for completion in completions]
         bodies = [text.removeprefix(start) if text.startswith(start) else "" for text in texts]
@@ -50,7 +49,6 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
         completion_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        del prompts, completions
         # Without -0.
         return [penalty * share(ids) + 0.0 for ids in completion_ids]
 
@@ -72,7 +70,6 @@ def phrases(any_of: str = "wait|let me check|let me verify|alternatively", most:
     )
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         counts = [len(pattern.findall(text_of(completion))) for completion in completions]
         return [float(min(count, most) if most else count) for count in counts]
 
@@ -94,7 +91,6 @@ def pattern(regex: str = "", whole: bool = False) -> Reward:
     match = compiled.fullmatch if whole else compiled.search
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         return [float(match(text_of(completion)) is not None) for completion in completions]
 
     return score

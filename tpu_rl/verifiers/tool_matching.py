@@ -53,7 +53,6 @@ def tool_calls() -> Reward:
         tools: Sequence[Any] | None = None,
         **_: Any,
     ) -> list[float]:
-        del prompts
         schemas = composed.references(
             "tools",
             tools or [None] * len(answer),

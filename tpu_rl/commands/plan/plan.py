@@ -258,7 +258,6 @@ def _split_topology(named: Topology) -> SplitDevices:
     # Programs are compiled for these objects: other ones of the same shape are other devices.
     @functools.cache
     def devices_of(part: str, shape: str) -> tuple[Any, ...]:
-        del part
         return tuple(_compiler_devices(named._replace(shape=shape, slices=1)))
 
     def split(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -320,7 +320,6 @@ def watch_signals(wake: Callable[[], None]) -> Callable[[], bool]:
     came: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
-        del frame
         came.append(number)
         signal.signal(number, signal.SIG_DFL)
         wake()

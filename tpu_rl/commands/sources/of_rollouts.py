@@ -29,7 +29,6 @@ from tpu_rl.types import Params, Purpose, TrainState
 
 
 def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     settings = context.config.rollout
     spec = stage.algorithm.experience
     adapts = spec.adapts_temperature

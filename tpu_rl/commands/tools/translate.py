@@ -207,7 +207,6 @@ def _kl(theirs: Mapping[str, Any], coefficient: Any) -> Any:
 
 def _positive(theirs: Mapping[str, Any], value: Any) -> int | None:
     """Return a number of steps; -1 stands for none."""
-    del theirs
     return value if isinstance(value, int) and value > 0 else None
 
 

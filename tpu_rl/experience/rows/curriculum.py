@@ -101,7 +101,6 @@ class Curriculum(data.RowStream):
 
     def observe(self, scored: Scored, step: int, state: TrainState) -> Scored:
         """Note the pass rates of a batch: a transform that changes nothing."""
-        del step, state
         sampled = by_episode(all_sampled(scored))
         judged = next(iter(sampled.parts.values()), sampled.rewards)
         for row, rewards in zip(sampled.rows, judged.reshape(len(sampled.rows), -1), strict=True):

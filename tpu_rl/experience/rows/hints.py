@@ -54,7 +54,6 @@ def log_ratios(
     """
 
     def set_rewards(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step
         rollout = scored.rollout
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)

@@ -130,7 +130,6 @@ def q_example_source(
 
     def draw(step: int, state: TrainState) -> StepExperience:
         nonlocal num_drawn
-        del state
         rows = drawn_rows(num_drawn, num_examples, spec)
         num_drawn += 1
         examples = take(joined, rows)

@@ -37,7 +37,6 @@ def given_step_source(stream: data.RowStream, to_examples: ToExamples) -> Source
     """Return the source of the stream's own labeled steps."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del state
         rows = next(stream)[1]
         return offline(to_examples(rows), rows, step)
 

@@ -114,7 +114,6 @@ def _kernel(tile_rows: int, has_scale: bool, layer: Any, *refs: Any) -> None:
     refs: the fields of `_Visits`; rows [r, I]; the matrix [I, o]; scales [E, o], if there are any;
     the result [r, o].
     """
-    del layer
     visits = _Visits(*refs[:4])
     x, matrix, *scale, result = refs[4:]
     visit = pl.program_id(1)
@@ -154,7 +153,6 @@ def _product(
     visits, count = _make_visits(ends, num_rows, tiles.rows)
 
     def tile(part: Array, visit: Array, layer: Any, *scalars: Any) -> tuple[Any, Any]:
-        del part, layer
         visits = _Visits(*scalars)
         return visits.first_tile[visits.expert[visit]] + visit, 0
 

@@ -65,7 +65,6 @@ def report_usage(hidden: Array, usage: Usage, report: Usage) -> Array:
 
 @jax.custom_vjp
 def _with_loss_term(hidden: Array, term: Array) -> Array:
-    del term
     return hidden
 
 

@@ -46,7 +46,6 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> Gemma4VisionC
     Raises:
         InputError: a field is out of range or not supported.
     """
-    del text_size
     tower = source.get("vision_config")
     if not isinstance(tower, Mapping):
         raise InputError(

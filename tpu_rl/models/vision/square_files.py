@@ -103,7 +103,6 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
     Raises:
         InputError: the tower is not one of `TOWERS`, or a field is not supported.
     """
-    del text_size
     model_type = source["model_type"]
     family = FAMILIES[model_type]
     kind, fields = _tower(source, where)
