@@ -100,6 +100,17 @@ def refused(
         raise InputError(what, where=where, why=why, fix=fix) from error
 
 
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Give the place to an InputError that names none."""
+    try:
+        yield
+    except InputError as error:
+        if error.where:
+            raise
+        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
+
+
 class MachineError(TpuRlError):
     """The machine lacks something: a device, a package, disk space, a permission (exit code 3)."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tpu_rl import untrusted_files
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import InputError, located, refused
 from tpu_rl.models import lora, quantization
 from tpu_rl.models.config import (
     EXPERT_MATRICES,
@@ -84,7 +84,8 @@ def from_config(
             directory is not safe to read (see `untrusted_files`).
     """
     if isinstance(config, Mapping):
-        return decoder(families.read_config(config, dtype, param_dtype or dtype, images=images))
+        with located("config.json"):
+            return decoder(families.read_config(config, dtype, param_dtype or dtype, images=images))
     directory = Path(config)
     untrusted_files.require_safe(directory)
     if peft.is_adapter(directory):
@@ -97,15 +98,10 @@ def from_config(
     _refuse_remote_code(source, path)
     # In a stranger's file any value may have any type. Values of the right type that are not
     # supported raise an InputError of their own.
-    with refused(
-        (TypeError, ValueError, AttributeError, LookupError, ArithmeticError),
-        "config.json does not describe a model",
-        where=str(path),
-        fix="download it again",
-    ):
-        decoder_config = families.read_config(
-            source, dtype, param_dtype or dtype, str(path), images=images
-        )
+    kinds = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+    what = "config.json does not describe a model"
+    with located(str(path)), refused(kinds, what, fix="download it again"):
+        decoder_config = families.read_config(source, dtype, param_dtype or dtype, images=images)
     size = decoder_config.vocab.size
     valid = min(_num_known_tokens(directory, size), size)
     vision = decoder_config.vision
