@@ -241,7 +241,6 @@ class StepObjects:
         """Return path -> array.
 
         Args:
-          step: a committed step.
           target: path -> jax.ShapeDtypeStruct with a sharding, none of size zero.
         """
         folder = self._content(step)["folder"]

@@ -111,7 +111,6 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
     """Yield the objects of one JSON array.
 
     Args:
-        file: the file, for error messages.
         parse: returns (value, end) of the JSON value at a position, or raises ValueError.
     """
 

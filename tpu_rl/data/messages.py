@@ -48,9 +48,6 @@ def canonical(value: Any, place: str) -> Any:
 
     Further keys stay. What is no message is left for the check of the row to name.
 
-    Args:
-        place: the column, for errors.
-
     Raises:
         ValueError: if a message is clear in its form, but cannot be used.
     """

@@ -92,9 +92,7 @@ def pair_judge(
     their labels say.
 
     Args:
-        score: the model's score of completions.
         select: selects the params of the model.
-        held_out: the pairs, or None if there are none.
     """
     if held_out is None:
         return nothing_held_out("pairs")
@@ -249,7 +247,6 @@ def step_judge(
 
     Args:
         select: selects its params from the whole tree.
-        max_length: tokens of a prompt with its completion.
     """
     if not rows:
         return nothing_held_out("steps")

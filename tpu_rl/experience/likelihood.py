@@ -59,7 +59,6 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
         rows: `ids`, the tokens of a text, `answer`, how many of the last ones are the answer, and
             `images`, the pieces of the images of `ids`, if there are any. A text that is longer
             than `columns` counts nothing.
-        columns: of the arrays.
     """
     tokens = np.zeros((len(rows), columns), np.int32)
     mask = np.zeros((len(rows), columns), bool)
@@ -106,7 +105,6 @@ def reference_likelihood(
     Args:
         config: the form of the reward, the column of the answer, and its mark.
         log_probs: of the model that says how likely an answer is.
-        tokenizer: encodes answers.
         columns: the largest number of tokens of a text.
     """
 

@@ -67,7 +67,6 @@ class Worker:
 
         Args:
             path: "file.py:function".
-            memory_bytes: limit of its address space; 0 for no limit.
 
         Raises:
             InputError: if the file does not load.

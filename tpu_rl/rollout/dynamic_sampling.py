@@ -50,7 +50,6 @@ def collect(
         next_rows: next_rows(count) returns the next rows.
         roll_out: roll_out(rows, round) samples and scores completions of the rows' prompts.
         num_groups: prompts of the batch, and of the first round.
-        max_rounds: the largest number of further rounds.
         only_needed: further rounds have `num_needed` prompts, and not as many as the first.
     """
     first = roll_out(next_rows(num_groups), 0)
@@ -75,7 +74,6 @@ def num_needed(informative: np.ndarray, num_groups: int) -> int:
 
     Args:
         informative: [groups so far] bool.
-        num_groups: groups of a batch.
     """
     missing = num_groups - int(informative.sum())
     share = max(float(informative.mean()), 1 / len(informative))

@@ -47,7 +47,6 @@ def of_whole_groups(group_ids: Sequence[int], most: int) -> list[int]:
 
     Args:
       group_ids: the group of each completion; those of a group follow each other.
-      most: the number of completions.
     """
     groups = [
         [index for index, _ in members]

@@ -40,7 +40,6 @@ class StreamingRewards:
         Args:
             prompts: [N] the prompt of each completion.
             columns: the other columns of the data rows, [N] each.
-            group_size: completions per prompt.
             local: the completions, in whole groups, that this process asks about.
             decode: returns the text of a completion: (its prompt, its token ids).
             max_completions: the most completions that will be asked about; by default all of

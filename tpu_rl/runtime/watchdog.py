@@ -81,7 +81,6 @@ def watch(config: WatchdogConfig, run_dir: Path, command: str) -> Iterator[None]
     """End the process after `config.minutes` without progress in this context.
 
     Args:
-      run_dir: the folder for the stacks.
       command: the command that resumes the run, for the message.
     """
     mark("the start")

@@ -26,7 +26,6 @@ def sample_request(
     Args:
         fields: the keys of the body that no caller has read.
         vocab_size: token ids are below this.
-        max_length: tokens of a prompt with its completion.
         eos_ids: ids that end a completion, unless the request names others.
 
     Raises:

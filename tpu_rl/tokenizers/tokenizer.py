@@ -345,7 +345,6 @@ class Tokenizer:
 
         Args:
             num_given: the number of messages that belong to the prompt, which is not learned.
-            tools: descriptions of functions, for the template.
 
         Raises:
             InputError: if there is nothing to learn, or the template rewrites earlier turns.
@@ -741,7 +740,6 @@ class Tokenizer:
 
         Args:
             token_ids: the turn, with its end.
-            tools: the schemas of the tools.
             is_chat: whether the turn follows a chat template. Otherwise the plain protocol of
                 `tool_calls` is read.
             format_name: the format of calls (`tool_format`). By default that of the chat template;
@@ -871,7 +869,6 @@ class Tokenizer:
         Args:
             earlier: the conversation up to the assistant's last turn.
             messages: the messages that follow it.
-            tools: descriptions of functions, for the template.
 
         Returns:
             The ids, or None if the template only appends to what it wrote before, or writes no

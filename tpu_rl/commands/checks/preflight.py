@@ -244,7 +244,6 @@ def check_context(sampling: SamplingConfig, context: Any, config_path: Path) -> 
     """Raise InputError if a prompt with its completion may exceed the model's context.
 
     Args:
-      sampling: the limits of prompts and completions, in tokens.
       context: the model's context in tokens; anything but an int means that it is unknown.
       config_path: the file that states the context.
     """

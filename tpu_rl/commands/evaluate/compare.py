@@ -342,7 +342,6 @@ def over_seeds(groups: dict[str, list[str]], scores: dict[str, list[float]], wha
     Args:
         groups: method -> runs.
         scores: run -> its score on each task.
-        what: the score, in words.
     """
     arrays = {name: np.array([scores[run] for run in runs]) for name, runs in groups.items()}
     lines = []

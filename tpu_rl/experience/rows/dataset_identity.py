@@ -51,8 +51,6 @@ def make_stream(
     Args:
         spec: what the algorithm learns from. Stages that read other columns have other digests.
         run_dir: the run folder, with the digests of the rows that the run began with.
-        data_path: where the rows are from, for error messages.
-        accept_change: whether rows that differ are accepted.
         weights: of the parts of the data; see `data.stream`.
 
     Raises:

@@ -31,8 +31,6 @@ def accepted_source(
 
     Args:
         engine: samples as the role `sampled_by`.
-        rule: which completions are accepted.
-        sampled_by: the role that samples.
     """
 
     def draw(step: int, state: TrainState) -> StepExperience:

@@ -43,8 +43,6 @@ def of_row(
 
     Args:
         row: a row with the columns of `spec`.
-        max_prompt_tokens: the largest number of tokens of a prompt.
-        max_new_tokens: the largest number of tokens of a completion.
     """
     max_length = max_prompt_tokens + max_new_tokens
     if spec.source == "demonstrations" or (spec.source == "completions" and not spec.sampled_by):

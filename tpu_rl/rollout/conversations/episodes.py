@@ -164,7 +164,6 @@ class Episodes:
         """Prepare for N = len(rows) * group_size episodes.
 
         Args:
-            group_size: episodes per row.
             max_turns: turns of the policy in an episode, at least 1.
             max_observation_tokens: tokens that may follow a turn.
             refuses_long: whether longer observations are faults. By default they are cut.
