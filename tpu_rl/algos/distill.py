@@ -151,6 +151,7 @@ class Batch:
 
 def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build distillation. It learns from Completions of any origin."""
+    teachers.require_distributions(sampling)
     teacher = teachers.compose(config.target, config.alpha, config.adaptive, config.tvd_half)
     weighting = masked.weighting(config.loss_aggregation)
 

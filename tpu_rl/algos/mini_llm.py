@@ -65,6 +65,7 @@ def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> A
 
 def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build MiniLLM. It learns from a Rollout, whose rewards it does not read."""
+    teachers.require_distributions(sampling)
     surrogate = clipped(config.clip, config.clip)
     corrections = config.correction_parts()
 

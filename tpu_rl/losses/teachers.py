@@ -28,14 +28,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.errors import InputError
 from tpu_rl.losses import divergences
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
-from tpu_rl.types import Array, PackedRows, Params, Role, Roles
+from tpu_rl.types import Array, PackedRows, Params, Role, Roles, Sampling
 
 LEAST_ALPHA = 1e-3
 """The paper's epsilon. Where two models agree, the target is nearly the first of them."""
 LEAST_REST = 1e-7
 """The least probability of all tokens but the top of a served teacher, whose sum is rounded."""
+
+
+def require_distributions(sampling: Sampling) -> None:
+    """Raise InputError if the sampler is greedy: there is no distribution to compare."""
+    if sampling.temperature <= 0:
+        raise InputError(
+            "distributions are compared at a temperature above 0",
+            where="--sampling.temperature",
+            fix="use 1.0",
+        )
 
 
 class Target(NamedTuple):
