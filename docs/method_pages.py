@@ -25,6 +25,7 @@ from tpu_rl.algos import ALGORITHMS, NAMES
 from tpu_rl.commands import config
 from tpu_rl.commands.presets import PRESETS
 from tpu_rl.commands.tools import model_card
+from tpu_rl.rewards import scoring
 
 FOLDER = DOCS / "methods"
 REWARDS_PAGE = DOCS / "reference" / "rewards.md"
@@ -285,7 +286,7 @@ def required_columns(row: rewards.Verifier) -> list[str]:
     """Return the columns of the data that a built-in reward needs."""
     return [
         parameter.name
-        for parameter in inspect.signature(row.score).parameters.values()
+        for parameter in scoring.parameters(row.score) or ()
         if parameter.kind is parameter.KEYWORD_ONLY
         and parameter.default is parameter.empty
         and parameter.name not in rewards.ROLLOUT_COLUMNS

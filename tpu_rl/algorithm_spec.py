@@ -11,14 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tpu_rl.types import (
-    Completions,
-    Demonstrations,
-    Pairs,
-    QExamples,
-    Rollout,
-    ScoredCompletions,
-)
+from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout, ScoredCompletions
 
 
 @dataclass(frozen=True)

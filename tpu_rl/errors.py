@@ -6,8 +6,11 @@ that reaches the user is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tpu_rl.redaction import redact
@@ -67,6 +70,45 @@ class InputError(TpuRlError):
     """The user's flags, files, data or reward function are at fault (exit code 2)."""
 
     code = 2
+
+
+def reported(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Let a command print its error as one message, and return its exit code."""
+
+    @functools.wraps(main)
+    def command(argv: list[str]) -> int:
+        try:
+            return main(argv)
+        except TpuRlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.code
+
+    return command
+
+
+@contextlib.contextmanager
+def refused(
+    kinds: type[Exception] | tuple[type[Exception], ...], what: str, where: str = "", fix: str = ""
+) -> Iterator[None]:
+    """Raise an InputError for errors of these kinds, whose messages are its `why`."""
+    try:
+        yield
+    except kinds as error:
+        # The message of a KeyError is no more than the key.
+        text = repr(error) if isinstance(error, LookupError) else str(error)
+        why = (text.splitlines() or [type(error).__name__])[0][:300]
+        raise InputError(what, where=where, why=why, fix=fix) from error
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Give the place to an InputError that names none."""
+    try:
+        yield
+    except InputError as error:
+        if error.where:
+            raise
+        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
 class MachineError(TpuRlError):

@@ -28,7 +28,6 @@ def exports(package: str, file: str) -> None:
     `tpu_rl.algos.grpo` is the function, and `from tpu_rl.algos.grpo import grpo` reads the module.
 
     Args:
-        package: the `__name__` of the package.
         file: the `__file__` of the package. Its block has only `from MODULE import NAME [as NAME]`.
     """
     block = next(
@@ -49,7 +48,7 @@ def exports(package: str, file: str) -> None:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             module, member = places[name]
             value = vars(importlib.import_module(module))[member]
-            vars(self)[name] = value
+            super().__setattr__(name, value)
             return value
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -58,7 +57,7 @@ def exports(package: str, file: str) -> None:
                 super().__setattr__(name, value)
 
         def __dir__(self) -> list[str]:
-            return sorted({*vars(self), *places})
+            return sorted({*super().__dir__(), *places})
 
     sys.modules[package].__class__ = Package
 

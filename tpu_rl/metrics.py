@@ -92,10 +92,6 @@ def open_metrics(
       resume_step: the step of the checkpoint that the run resumes from; -1 for a new run. Rows of
         later steps, which an earlier attempt left, are deleted.
       total_steps: the number of steps of the run, for the console.
-      tensorboard: whether to write TensorBoard's files.
-      wandb: whether to send metrics to Weights & Biases.
-      trackio: whether to send metrics to trackio.
-      mlflow: whether to send metrics to MLflow.
       config: the configuration of the run, for dashboards. They get it without secrets.
       show: steps between those whose best and worst completion the console prints; 0 for none.
 
@@ -213,7 +209,6 @@ class JsonLines:
 
     def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append the row of one step; its samples have a file of their own."""
-        del samples
         self.append(row)
 
     def append(self, *rows: Mapping[str, Any]) -> None:
@@ -232,10 +227,8 @@ class JsonLines:
 
 
 def _json_safe(value: Any) -> Any:
-    """Return the value without secrets, and with None for NaN and infinities, which JSON lacks.
-
-    The error of a failed reward may contain any secret, and a completion one of the environment.
-    """
+    """Return the value without secrets, which errors of rewards may hold; NaN and infinities are
+    None."""
     if isinstance(value, str):
         return redact_environment(value)
     if isinstance(value, Mapping):
@@ -256,10 +249,8 @@ def _json_safe(value: Any) -> Any:
 
 
 def without_secrets(config: Any) -> Any:
-    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts.
-
-    Keys are texts, too. A text is a secret if it is one behind its key.
-    """
+    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts. Keys
+    are texts, too. A text is a secret if it is one behind its key."""
     if isinstance(config, Mapping):
         shown = {}
         for key, value in config.items():
@@ -529,12 +520,9 @@ def _markdown_table(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _markdown_row(cells: Sequence[Any]) -> str:
     """Return a line of a table, in which no cell is Markdown or HTML."""
-    texts = ("" if cell is None else re.sub(r"[|`<>]", _entity, str(cell)) for cell in cells)
+    texts = ("" if cell is None else str(cell) for cell in cells)
+    texts = (re.sub(r"[|`<>]", lambda mark: f"&#{ord(mark[0])};", text) for text in texts)
     return f"| {' | '.join(texts)} |".replace("\n", "<br>")
-
-
-def _entity(match: re.Match[str]) -> str:
-    return f"&#{ord(match[0])};"
 
 
 def _as_text(value: Any) -> str:
@@ -543,10 +531,8 @@ def _as_text(value: Any) -> str:
 
 
 def _scalars(row: dict[str, Any], folder: str = "train/") -> dict[str, float]:
-    """Return the numbers of a row by our names, and by TRL's in `folder` where it logs the same.
-
-    A name that two metrics would have is left out.
-    """
+    """Return the numbers of a row by our names, and by TRL's in `folder` unless two would share
+    one."""
     own = {
         name: value
         for name, value in row.items()
@@ -644,10 +630,8 @@ class Console:
             self._bar.stop()
 
     def _remaining(self, step: int) -> str:
-        """Return the time left by the mean of the latest steps, or "" before it can be told.
-
-        The first step, and the evaluation before it, compile, so that they tell nothing.
-        """
+        """Return the time left by the mean of the latest steps, "" before the first that does not
+        compile."""
         if step <= self._first_step + 1:
             self._step_ends.clear()
         self._step_ends.append(time.monotonic())

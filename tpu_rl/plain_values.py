@@ -34,8 +34,6 @@ def from_dict(
     """Return the inverse of `to_dict`, for a field with this annotation.
 
     Args:
-        annotation: the type of the field.
-        values: what `to_dict` returned.
         find_class: returns the class of a kind that annotations do not name, or None.
 
     Raises:

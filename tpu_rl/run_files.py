@@ -72,8 +72,7 @@ def has_checkpoints(run_dir: Path) -> bool:
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file to read it.
 
-    Raises:
-        OSError: if it cannot be read, or is a pipe or a device, which may never end.
+    Raises OSError if it cannot be read, or is a pipe or a device, which may never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -188,7 +187,6 @@ def read_config(path: Path, may_be_edited: bool = False) -> tuple[dict[str, Any]
     """Return (values, text) of a configuration that a run has saved.
 
     Args:
-        path: the file.
         may_be_edited: whether a person may have changed it since.
     """
     text = read_text(path)
@@ -295,11 +293,8 @@ def truncate_after(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | str:
-    """Return the step of a row, or why the line is no row.
-
-    A row as a run writes it begins with its step, and the rest is not parsed: checkpoints have the
-    hash of all rows before them.
-    """
+    """Return the step that a row begins with, or why it is no row. Checkpoints have hashes of the
+    rest."""
     if (match := _ROW.match(line)) and line.endswith(b"}\n"):
         return int(match[1])
     row = parse_row(line)
@@ -340,7 +335,6 @@ def changed_rows(run_dir: Path, recorded: dict[str, dict[str, Any]]) -> Iterator
     """Yield (file, what is wrong) for each file of rows that does not begin with what was recorded.
 
     Args:
-        run_dir: the run folder.
         recorded: what `RowHashes.current` returned at a checkpoint.
     """
     for name, expected in recorded.items():

@@ -557,13 +557,11 @@ and `train.update_step.reduce_updates` over the updates of a batch.
 
 def no_state(params: Params) -> Any:
     """Return the state of an algorithm that has none."""
-    del params
     return ()
 
 
 def unchanged(params: Params, state: Any, metrics: dict[str, Array]) -> tuple[Params, Any]:
     """Return params and state as they are: the `after_update` of an algorithm that needs none."""
-    del metrics
     return params, state
 
 

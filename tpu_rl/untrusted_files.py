@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 
 READ_PATTERNS = (
     "*.json",
@@ -100,15 +100,14 @@ def _require_inside(path: Path, directory: Path) -> None:
     allowed = [directory]
     if directory.parent.name == "snapshots":
         allowed.append(directory.parent.parent / "blobs")
-    try:
+    # RuntimeError: a loop, in Python before 3.13.
+    with refused(
+        (OSError, RuntimeError),
+        f"{path.name} is a link that leads nowhere",
+        where=str(path.parent),
+        fix="download the model again",
+    ):
         target = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop, in Python before 3.13.
-        raise InputError(
-            f"{path.name} is a link that leads nowhere",
-            where=str(path.parent),
-            why=str(error),
-            fix="download the model again",
-        ) from error
     if not any(target.is_relative_to(folder) for folder in allowed):
         raise InputError(
             f"{path.name} is a link that leads out of the model directory",
@@ -156,10 +155,6 @@ def refuse_outside_files(content: dict[str, Any], path: Path) -> None:
 
     Some versions of transformers open the files that it names. Names of files that exist only on
     the author's machine are harmless.
-
-    Args:
-      content: the content of tokenizer_config.json.
-      path: its path.
     """
     for key, value in content.items():
         if not isinstance(value, str) or not (key.endswith("_file") or key in ("vocab", "merges")):

@@ -109,6 +109,11 @@ def did_you_mean(name: str, candidates: list[str]) -> str:
     return f"did you mean {nearest[0]}?" if nearest else ""
 
 
+def name_of(value: Any) -> str:
+    """Return the name of a function or a class, or that of a value's class."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
 def user_line(error: BaseException, file: Path) -> str:
     """Return the last line of the user's file in the error's traceback, as "file:line"."""
     # A syntax error has no frame in the file.

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 
 def _module(module: ModuleType, name: str) -> ModuleType:
-    del name
     return module
 
 
 def _task(module: ModuleType, name: str) -> Task:
-    del name
     return module.TASK
 
 
@@ -33,7 +31,6 @@ def _environment(module: ModuleType, name: str) -> Factory:
 
 
 def _family(module: ModuleType, name: str) -> Any:
-    del name
     return module.factory
 
 

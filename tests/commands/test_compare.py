@@ -218,8 +218,8 @@ def test_a_run_is_extrapolated_and_its_change_reported(whole, tmp_path, capsys):
     argv = ["--to", to, f"{run}=s", "--base", "builtin:arithmetic", "--sweep", "0", "2"]
     assert combine.main(argv) == 0
     assert sorted(path.name for path in Path(to).iterdir()) == ["0", "2"]
-    places = [combine.models.find_directory(combine.address_of(name)) for name in (run, f"{to}/2")]
-    base = combine.models.find_directory(combine.address_of("builtin:arithmetic"))
+    places = [Path(answers.address_of(name)) for name in (run, f"{to}/2")]
+    base = Path(answers.address_of("builtin:arithmetic"))
     assert combine.deltas.cosine(base, *places) == pytest.approx(1, abs=1e-6)
     # The base of a run is known.
     assert combine.main([run, "--deltas"]) == 0

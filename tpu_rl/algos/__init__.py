@@ -15,55 +15,31 @@ from tpu_rl import lazy
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 
 if TYPE_CHECKING:
-    from tpu_rl.algos.a_star_po import AStarPoConfig as AStarPoConfig
-    from tpu_rl.algos.a_star_po import a_star_po as a_star_po
-    from tpu_rl.algos.cispo import CispoConfig as CispoConfig
-    from tpu_rl.algos.cispo import cispo as cispo
-    from tpu_rl.algos.direct_advantage import DirectAdvantageConfig as DirectAdvantageConfig
-    from tpu_rl.algos.direct_advantage import direct_advantage as direct_advantage
-    from tpu_rl.algos.distill import DistillConfig as DistillConfig
-    from tpu_rl.algos.distill import distill as distill
-    from tpu_rl.algos.dpo import DpoConfig as DpoConfig
-    from tpu_rl.algos.dpo import dpo as dpo
-    from tpu_rl.algos.grpo import GrpoConfig as GrpoConfig
-    from tpu_rl.algos.grpo import grpo as grpo
-    from tpu_rl.algos.gspo import GspoConfig as GspoConfig
-    from tpu_rl.algos.gspo import gspo as gspo
-    from tpu_rl.algos.kto import KtoConfig as KtoConfig
-    from tpu_rl.algos.kto import kto as kto
-    from tpu_rl.algos.mini_llm import MiniLlmConfig as MiniLlmConfig
-    from tpu_rl.algos.mini_llm import mini_llm as mini_llm
-    from tpu_rl.algos.mixed import MixedConfig as MixedConfig
-    from tpu_rl.algos.mixed import mixed as mixed
-    from tpu_rl.algos.ppo import PpoConfig as PpoConfig
-    from tpu_rl.algos.ppo import ppo as ppo
-    from tpu_rl.algos.prime import PrimeConfig as PrimeConfig
-    from tpu_rl.algos.prime import prime as prime
-    from tpu_rl.algos.process_reward import ProcessRewardConfig as ProcessRewardConfig
-    from tpu_rl.algos.process_reward import process_reward as process_reward
-    from tpu_rl.algos.q_sharp import QSharpConfig as QSharpConfig
-    from tpu_rl.algos.q_sharp import q_sharp as q_sharp
-    from tpu_rl.algos.reinforce import ReinforceConfig as ReinforceConfig
-    from tpu_rl.algos.reinforce import reinforce as reinforce
-    from tpu_rl.algos.reward_model import RewardModelConfig as RewardModelConfig
-    from tpu_rl.algos.reward_model import reward_model as reward_model
-    from tpu_rl.algos.rft import RftConfig as RftConfig
-    from tpu_rl.algos.rft import rft as rft
-    from tpu_rl.algos.scored_completions import ScoredCompletionsConfig as ScoredCompletionsConfig
-    from tpu_rl.algos.scored_completions import scored_completions as scored_completions
-    from tpu_rl.algos.self_distill import SelfDistillConfig as SelfDistillConfig
-    from tpu_rl.algos.self_distill import self_distill as self_distill
-    from tpu_rl.algos.sentence_reward import SentenceRewardConfig as SentenceRewardConfig
-    from tpu_rl.algos.sentence_reward import sentence_reward as sentence_reward
-    from tpu_rl.algos.sft import SftConfig as SftConfig
-    from tpu_rl.algos.sft import sft as sft
-    from tpu_rl.algos.surrogates import SurrogatesConfig as SurrogatesConfig
-    from tpu_rl.algos.surrogates import surrogates as surrogates
-    from tpu_rl.algos.unlearn import UnlearnConfig as UnlearnConfig
-    from tpu_rl.algos.unlearn import unlearn as unlearn
-    from tpu_rl.algos.value_pretraining import ValuePretrainingConfig as ValuePretrainingConfig
-    from tpu_rl.algos.value_pretraining import value_pretraining as value_pretraining
-    from tpu_rl.losses.value_loss import Critic as Critic
+    from tpu_rl.algos.a_star_po import AStarPoConfig, a_star_po
+    from tpu_rl.algos.cispo import CispoConfig, cispo
+    from tpu_rl.algos.direct_advantage import DirectAdvantageConfig, direct_advantage
+    from tpu_rl.algos.distill import DistillConfig, distill
+    from tpu_rl.algos.dpo import DpoConfig, dpo
+    from tpu_rl.algos.grpo import GrpoConfig, grpo
+    from tpu_rl.algos.gspo import GspoConfig, gspo
+    from tpu_rl.algos.kto import KtoConfig, kto
+    from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
+    from tpu_rl.algos.mixed import MixedConfig, mixed
+    from tpu_rl.algos.ppo import PpoConfig, ppo
+    from tpu_rl.algos.prime import PrimeConfig, prime
+    from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
+    from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
+    from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
+    from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
+    from tpu_rl.algos.rft import RftConfig, rft
+    from tpu_rl.algos.scored_completions import ScoredCompletionsConfig, scored_completions
+    from tpu_rl.algos.self_distill import SelfDistillConfig, self_distill
+    from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
+    from tpu_rl.algos.sft import SftConfig, sft
+    from tpu_rl.algos.surrogates import SurrogatesConfig, surrogates
+    from tpu_rl.algos.unlearn import UnlearnConfig, unlearn
+    from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
+    from tpu_rl.losses.value_loss import Critic
     from tpu_rl.types import Algorithm
 
     class AlgorithmConfig(Protocol):

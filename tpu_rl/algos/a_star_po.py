@@ -73,7 +73,6 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
 
     def regression(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
         """Compute (beta log policy(y) / reference(y) - A)^2 of each completion y."""
-        del losses
         reference = batch.reference_log_probs
         assert reference is not None
         token_log_ratio = jnp.where(batch.action_mask, log_probs - reference, 0.0)

@@ -52,7 +52,6 @@ def cispo_surrogate(
     clip_high: float,
 ) -> Surrogate:
     """Compute -stop_gradient(clipped ratio) A log policy of each token."""
-    del rows
     lowest = None if clip_low is None else 1.0 - clip_low
     highest = 1.0 + clip_high
     ratio = jax.lax.stop_gradient(importance_ratio(log_probs, old_log_probs))

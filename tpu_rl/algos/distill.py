@@ -34,7 +34,6 @@ from flax import struct
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, teachers
 from tpu_rl.ranges import Count, Needs, Positive, ReadOnlyWith, Share
 from tpu_rl.types import (
@@ -152,17 +151,11 @@ class Batch:
 
 def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build distillation. It learns from Completions of any origin."""
-    if sampling.temperature <= 0:
-        raise InputError(
-            "distributions are compared at a temperature above 0",
-            where="--sampling.temperature",
-            fix="use 1.0",
-        )
+    teachers.require_distributions(sampling)
     teacher = teachers.compose(config.target, config.alpha, config.adaptive, config.tvd_half)
     weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         completions, layout = experience
         assert isinstance(completions, Completions)
         mask = completions.action_mask

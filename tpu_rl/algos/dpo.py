@@ -255,11 +255,7 @@ def weighed(batch: Batch, values: Array) -> Array:
 
 
 def compared_scores(
-    matched: str | None,
-    policy: Role,
-    params: Params,
-    batch: Batch,
-    log_probs: Array | None = None,
+    matched: str | None, policy: Role, params: Params, batch: Batch, log_probs: Array | None = None
 ) -> preference.Pair:
     """Compute the scores that a loss compares by rank [R, S], at every token of a pair.
 
@@ -317,7 +313,6 @@ def compared_pairs(
 
 def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build DPO. It learns from Pairs. Its state counts the updates if the reference moves."""
-    del sampling
     terms = loss_terms(config)
     matched = terms[0].loss.matched
     scores_by_rank = partial(compared_scores, matched, roles["policy"])

@@ -184,8 +184,7 @@ class GrpoConfig(ClippedPolicyConfig):
     """Factor of the advantages of thoughts, the actions up to --algorithm.thought-end; those of
     answers keep the factor 1. Of single turns."""
     thought_end: Annotated[
-        tuple[int, ...],
-        Needs("thought_weight", why="nothing differs between thoughts and answers"),
+        tuple[int, ...], Needs("thought_weight", why="nothing differs between thoughts and answers")
     ] = ()
     """Ids of the tokens that end a thought, in their order, such as that of </think>. A completion
     without them is all thought; policy/thoughts is the share of actions in thoughts."""
@@ -204,7 +203,6 @@ def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
     Raises:
         InputError: if the return of an episode is below 0.
     """
-    del step, state
     rollout = scored.rollout
     returns = jnp.asarray(rollout.rewards).sum(-1)
     lowest = float(advantages.episode_totals(returns, rollout.episode_id).min())
@@ -222,7 +220,6 @@ def weighted_thoughts(weight: float, end: tuple[int, ...]) -> Part:
     """Make the part that multiplies the advantages of thoughts, which go up to `end`."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         rollout = draft.rollout
         is_thought = advantages.thoughts(rollout.tokens, rollout.action_mask, end)
         in_thought = draft.layout.pack(is_thought.astype(batch.advantages.dtype))

@@ -100,7 +100,6 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     The state of bco is the mean s of the updates so far, and their number.
     """
-    del sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
@@ -148,7 +147,6 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         }
 
     def init_state(params: Params) -> Any:
-        del params
         return {"mean": jnp.zeros(()), "steps": jnp.zeros(())} if config.loss == "bco" else ()
 
     def after_update(params: Params, state: Any, metrics: dict[str, Array]) -> tuple[Params, Any]:
@@ -168,10 +166,8 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 def _mismatched_log_ratios(
     roles: Roles, params: Params, pairs: Pairs, rows_at_once: int, row_length: int
 ) -> Array:
-    """Compute s of each row's prompt with the completion of the next group, [N].
-
-    Each of these sequences has a packed row of its own.
-    """
+    """Compute s, [N], of each row's prompt with the completion of the next group, a row for
+    each."""
     tokens, mask = preference.mismatched_completions(
         pairs.tokens, pairs.action_mask, pairs.group_id, row_length
     )

@@ -25,23 +25,13 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
 from tpu_rl.losses.policy_batch import PolicyBatch, begin
 from tpu_rl.losses.policy_gradient import clipped, policy_metrics, share_metrics
 from tpu_rl.losses.sampler_correction import SamplerCorrection, corrected_losses
 from tpu_rl.ranges import In, Share
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    Sampling,
-    Sum,
-)
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -75,12 +65,7 @@ def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> A
 
 def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build MiniLLM. It learns from a Rollout, whose rewards it does not read."""
-    if sampling.temperature <= 0:
-        raise InputError(
-            "distributions are compared at a temperature above 0",
-            where="--sampling.temperature",
-            fix="use 1.0",
-        )
+    teachers.require_distributions(sampling)
     surrogate = clipped(config.clip, config.clip)
     corrections = config.correction_parts()
 

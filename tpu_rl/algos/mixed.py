@@ -210,7 +210,6 @@ def sasr_controller() -> Controller:
     """Make the controller that reads "optim/grad_norm" at steps that imitate."""
 
     def init_state(params: Params) -> Sasr:
-        del params
         return Sasr(*jnp.zeros((4,), jnp.float32))
 
     def after_update(params: Params, state: Sasr, metrics: dict[str, Array]) -> tuple[Params, Sasr]:
@@ -226,7 +225,6 @@ def amft_controller(config: MixedConfig) -> Controller:
     """Make the controller whose state is (mu, entropy to keep or -1), from "policy/entropy"."""
 
     def init_state(params: Params) -> tuple[Array, Array]:
-        del params
         return jnp.asarray(config.mu_peak, jnp.float32), jnp.asarray(-1.0, jnp.float32)
 
     def after_update(
@@ -300,7 +298,6 @@ def compared_solutions(config: MixedConfig) -> Part:
     surrogate = config.surrogate_function
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         is_solution = draft.layout.pack(actions_of(draft.rollout, config.source))
         weights = {name: jnp.where(is_solution, 0.0, x) for name, x in batch.weights.items()}
         weights["solution"] = jnp.where(is_solution, batch.weights["policy"], 0.0)

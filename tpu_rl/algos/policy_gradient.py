@@ -41,8 +41,6 @@ def policy_gradient(
     Its state is that of its parts, by their names.
 
     Args:
-      roles: the models; the one that trains is "policy".
-      sampling: how completions were sampled.
       advantages: gives a batch in the making its advantages, e.g. `credit.of_groups`.
       surrogate: loss of each token, e.g. `losses.policy_gradient.clipped`.
       weights: function from learned tokens to weights, e.g. `masked.token_mean`.

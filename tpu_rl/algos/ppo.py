@@ -46,13 +46,7 @@ from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.entropy import entropy_bonus
 from tpu_rl.losses.nucleus import restricted_role
 from tpu_rl.losses.observations import ObservationLoss
-from tpu_rl.losses.policy_batch import (
-    Draft,
-    Part,
-    PolicyBatch,
-    Prediction,
-    learned_tokens,
-)
+from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, Prediction, learned_tokens
 from tpu_rl.losses.policy_gradient import ClipSettings
 from tpu_rl.losses.pretraining_mix import PretrainingMix
 from tpu_rl.losses.reference_kl import ReferenceKl
@@ -235,7 +229,6 @@ def imitated_answers(coef: float) -> Part:
         return masked.token_mean(learned & right[:, None], layout.minibatch, layout.minibatches)
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         packed = draft.layout.pack(weights(draft.rollout, draft.layout))
         return batch.with_weights(positive=packed)
 

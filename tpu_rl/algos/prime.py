@@ -101,7 +101,6 @@ def process_model(config: PrimeConfig, roles: Roles, temperature: float) -> Part
     """
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         rollout, layout = draft.rollout, draft.layout
         reference = frozen_log_probs(roles["reference"], draft.params, batch.rows, temperature)
         process = frozen_log_probs(roles["process"], draft.params, batch.rows, temperature)

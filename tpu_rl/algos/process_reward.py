@@ -99,11 +99,9 @@ def process_reward(config: ProcessRewardConfig, roles: Roles, sampling: Sampling
 
     It learns from QExamples whose actions are the ends of steps and whose returns are the labels.
     """
-    del sampling
     weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         examples, layout = experience
         assert isinstance(examples, QExamples)
         weights = weighting(examples.action_mask, layout.minibatch, layout.minibatches)

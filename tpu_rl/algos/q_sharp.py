@@ -66,10 +66,7 @@ from tpu_rl.types import (
     Sampling,
 )
 
-LABELS = {
-    "nearest": return_distributions.nearest_atom,
-    "two_hot": return_distributions.two_hot,
-}
+LABELS = {"nearest": return_distributions.nearest_atom, "two_hot": return_distributions.two_hot}
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,7 @@ class QSharpConfig:
     next_token_coef: Annotated[
         NotNegative,
         Conflicts(
-            "q_model",
-            why="the reference's unembedding reads q, which starts as another model",
+            "q_model", why="the reference's unembedding reads q, which starts as another model"
         ),
     ] = 0.0
     """Coefficient of q's next-token loss on the tokens that the reference wrote. It keeps what the
@@ -247,14 +243,12 @@ def log_probs_ahead(
 
 def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build Q#. It learns from QExamples."""
-    del sampling
     q = roles["q"]
     support = config.histogram
     next_token_coef = config.next_token_coef
     weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         examples, layout = experience
         assert isinstance(examples, QExamples)
         learned = examples.action_mask

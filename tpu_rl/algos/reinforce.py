@@ -156,11 +156,7 @@ def baseline(config: ReinforceConfig, rollout: Rollout, learned: Array) -> Array
             row_returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
             returns = advantages.episode_totals(row_returns, rollout.episode_id)
             centered = advantages.per_episode(
-                advantages.group_centered,
-                row_returns,
-                rollout.group_id,
-                scored,
-                rollout.episode_id,
+                advantages.group_centered, row_returns, rollout.group_id, scored, rollout.episode_id
             )
             return (returns - centered)[:, None]
         case "greedy":

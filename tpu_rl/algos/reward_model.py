@@ -44,13 +44,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
-from tpu_rl.losses.preference import (
-    Pair,
-    bradley_terry,
-    pair_metrics,
-    pair_scores,
-    pair_weights,
-)
+from tpu_rl.losses.preference import Pair, bradley_terry, pair_metrics, pair_scores, pair_weights
 from tpu_rl.losses.robust import RobustSettings, worst_case_by_step
 from tpu_rl.ranges import Count, NotNegative, Share
 from tpu_rl.train import packing
@@ -174,7 +168,6 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
 
     Completions that were judged alone count nothing, unless they have ratings.
     """
-    del sampling
     is_rated = config.pairs == "rated"
 
     def spread_of(outputs: Array) -> Array:

@@ -170,7 +170,6 @@ def scored_completions(
     config: ScoredCompletionsConfig, roles: Roles, sampling: Sampling
 ) -> Algorithm:
     """Build a method that learns from ScoredCompletions."""
-    del sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         data, layout = experience

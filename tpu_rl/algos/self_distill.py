@@ -82,7 +82,6 @@ def self_distill(config: SelfDistillConfig, roles: Roles, sampling: Sampling) ->
         return draft._replace(advantages=jnp.where(mask, draft.rewards, 0.0))
 
     def metrics(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        del log_probs
         mean = masked.average(batch.advantages, batch.weights["policy"] > 0)
         return losses, {"distill/log_ratio": mean}
 

@@ -90,10 +90,8 @@ class Batch:
 
 def sentence_reward(config: SentenceRewardConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build a sentence-level reward model. It learns from Pairs."""
-    del sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         pairs, layout = experience
         assert isinstance(pairs, Pairs)
         mask = pairs.action_mask

@@ -104,7 +104,6 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     Log-probs are at temperature 1, whatever the sampling temperature is.
     """
-    del sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         texts, layout = experience

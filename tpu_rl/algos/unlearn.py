@@ -27,12 +27,7 @@ from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.sft import Batch
 from tpu_rl.losses import divergences, masked
-from tpu_rl.losses.log_probs import (
-    log_probs_of_logits,
-    over_actions,
-    tokens_at_once,
-    vocabulary,
-)
+from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -74,11 +69,9 @@ def ce_u(logits: Array, tokens: Array) -> Array:
 
 def unlearn(config: UnlearnConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build unlearning. It learns from Demonstrations, and forgets those of negative weight."""
-    del sampling
     policy = roles["policy"]
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         texts, layout = experience
         assert isinstance(texts, Demonstrations)
         weights = 1.0 if texts.weights is None else texts.weights

@@ -28,16 +28,7 @@ from tpu_rl.losses.policy_batch import learned_tokens
 from tpu_rl.losses.value_loss import Critic, Targets
 from tpu_rl.ranges import ReadOnlyWith
 from tpu_rl.train import packing
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    PackedRows,
-    Params,
-    Roles,
-    Sampling,
-)
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, PackedRows, Params, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,6 @@ def value_pretraining(
     config: ValuePretrainingConfig, roles: Roles, sampling: Sampling
 ) -> Algorithm:
     """Build value pretraining. It learns from a Rollout."""
-    del sampling
     values = partial(value_loss.values, roles["value"])
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:

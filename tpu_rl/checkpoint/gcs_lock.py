@@ -44,7 +44,6 @@ def hold(store: Store, on_lost: Callable[[str], None]) -> Iterator[Callable[[], 
     """Create the run folder if needed and hold its lock.
 
     Args:
-      store: the run folder.
       on_lost: called with a message if another job has taken the lock over, either by the
         heartbeat thread or by the function that this yields.
 
@@ -151,10 +150,7 @@ class _Heartbeat(threading.Thread):
                 continue
 
     def send(self, store: Store) -> None:
-        """Rewrite the lock.
-
-        Raises InputError if the lock is lost, MachineError if the server is away.
-        """
+        """Rewrite the lock. Raises InputError if it is lost, MachineError if the server is away."""
         with self._mutex:
             new = store.write_if_unchanged(LOCK, _serialize(self._holder), self._version)
             if new is None:

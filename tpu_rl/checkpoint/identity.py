@@ -81,8 +81,6 @@ def require(
     """Raise DamagedDataError unless a checkpoint is this run's and its rows are all there.
 
     Args:
-        extra: the JSON of the checkpoint.
-        identity: that of the run.
         step: the step of the checkpoint.
         phase: the number of the phase that the step is in.
         run_dir: the folder with the rows; None for a bucket, whose rows have hashes of their own.

@@ -217,7 +217,6 @@ class StepFolders:
         """Return path -> array.
 
         Args:
-          step: a committed step.
           target: path -> jax.ShapeDtypeStruct with a sharding, none of size zero; all arrays, or
             some of them.
         """

@@ -133,10 +133,8 @@ class StepObjects:
         pending_writes: list[Any],
         error: str,
     ) -> str:
-        """Commit a step in the background, once all processes have written their part.
-
-        Returns the first error of any process, or an empty string if the step is committed.
-        """
+        """Commit a step in the background when all processes have written. Returns the first error,
+        or ""."""
         error = error or _error_of(lambda: [future.result() for future in pending_writes])
         try:
             error = _first_nonempty(_gather(error))
@@ -243,7 +241,6 @@ class StepObjects:
         """Return path -> array.
 
         Args:
-          step: a committed step.
           target: path -> jax.ShapeDtypeStruct with a sharding, none of size zero.
         """
         folder = self._content(step)["folder"]
@@ -269,7 +266,6 @@ class StepObjects:
         That is, the store answered and granted access. A lack of memory or of file handles is no
         damage.
         """
-        del step
         return isinstance(error, (ValueError, KeyError, IndexError)) and not is_transient(error)
 
     def was_restored(self, step: int) -> None:
@@ -301,10 +297,7 @@ def _first_nonempty(texts: list[str]) -> str:
 
 
 def _gather(value: str) -> list[str]:
-    """Return the texts of all processes on all of them.
-
-    Like `processes.gather`, which only the main thread may call, but for the committing thread.
-    """
+    """Return the texts of all processes, as `processes.gather` does for the main thread only."""
     if processes.count() == 1:
         return [value]
     client = processes.service()

@@ -210,8 +210,7 @@ def is_judged(config: ExperimentConfig) -> bool:
 def agent(config: ExperimentConfig) -> Agent | None:
     """Return the agent that talks to the policy, or None. All engines of a process share it.
 
-    Raises:
-        InputError: if its file does not load.
+    Raises InputError if its file does not load.
     """
     if not config.agent:
         return None
@@ -472,10 +471,8 @@ def training_options(config: ExperimentConfig, mesh: Mesh) -> dict[str, Any] | N
 def router_probe(
     config: ExperimentConfig, role_models: Mapping[str, Model], stage: Stage
 ) -> Probe | None:
-    """Return a probe that measures the routers of the models that the stage trains.
-
-    None if none of them is a mixture of experts.
-    """
+    """Return a probe that measures the routers of the models that the stage trains. None if none of
+    them is a mixture of experts."""
     return models.probe(trained_models(role_models, stage), config.model.router_balance)
 
 

@@ -32,7 +32,7 @@ from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
-from tpu_rl.errors import DamagedDataError, InputError, typed_command
+from tpu_rl.errors import DamagedDataError, InputError, reported, typed_command
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -466,9 +466,7 @@ def parse(argv: list[str]) -> ExperimentConfig:
 
 def with_lengths_of_model(config: ExperimentConfig, flags: list[str]) -> ExperimentConfig:
     """Return the configuration with a preset's lengths in proportion to a model's shorter context.
-
-    Only where no flag gives one of them, and the model is in a folder: others are refused later.
-    """
+    Only where no flag gives one of them, and the model is in a folder: others are refused later."""
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     path = config.model.path or ""
     is_shipped = path.startswith(BUILTIN)
@@ -516,23 +514,18 @@ def with_shorter_phases(default: ExperimentConfig, flags: list[str]) -> Experime
     return dataclasses.replace(default, phases=tuple(phases), steps=steps)
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Print the help that the arguments ask for, or the error in them, and return the exit code."""
-    try:
-        parse(argv)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    parse(argv)
     return 0
 
 
 def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
     """Return the steps in which a run reads the training rows of its files `text` times.
 
-    Rows that are dropped later, since their prompts are too long, count too.
-
-    Raises:
-        InputError: if the text is no positive number, or the run reads no file.
+    Rows that are dropped later, since their prompts are too long, count too. Raises InputError if
+    the text is no positive number, or the run reads no file.
     """
     try:
         epochs = float(text)
@@ -557,11 +550,8 @@ def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
 
 
 def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Return the last value of a flag, or None without one, and the other flags.
-
-    Raises:
-        InputError: if the flag has no value.
-    """
+    """Return the last value of a flag, or None without one, and the other flags. Raises InputError
+    if the flag has no value."""
     value = None
     others = []
     remaining = iter(flags)
@@ -577,13 +567,8 @@ def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
-    """Return the preset with another algorithm.
-
-    Settings of the same name that the preset itself changes stay.
-
-    Raises:
-        InputError: if there is no such algorithm.
-    """
+    """Return the preset with another algorithm. Settings of the same name that the preset itself
+    changes stay. Raises InputError if there is no such algorithm."""
     kind = plugins.find(name)
     names = {setting.name for setting in dataclasses.fields(kind)}
     old = default.algorithm
@@ -602,11 +587,8 @@ def plugin_files(config: ExperimentConfig) -> list[Path]:
 
 
 def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> ExperimentConfig:
-    """Return a configuration with the changes that flags make.
-
-    Raises:
-        InputError: if a flag is unknown, or its value has another type.
-    """
+    """Return a configuration with the changes that flags make. Raises InputError if a flag is
+    unknown, or its value has another type."""
     for index, flag in enumerate(flags):
         # One of Hydra's behind a flag of several values, such as --reward, would be one of them.
         is_setting = not index or re.match(r"--|[+~]{0,2}[a-z_]+(\.[a-z_]+)+=", flag)
@@ -633,10 +615,8 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
 
 
 def _flag_error(printed: str) -> InputError:
-    """Return the error that tyro has printed below a title, in a box.
-
-    Where the locale is ASCII, rules are hyphens, and there is no box.
-    """
+    """Return the error that tyro has printed in a box, or between hyphens where the locale is
+    ASCII."""
     lines = [line.strip("│| ") for line in printed.splitlines()[1:]]
     groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
     blocks = [list(block) for is_rule, block in groups if not is_rule]
@@ -674,8 +654,7 @@ def _nearer_form(mistyped: str, line: str) -> str:
 def require_trainable(config: ExperimentConfig) -> None:
     """Check what only matters for training: a configuration saved earlier can always be read.
 
-    Raises:
-        InputError: if settings do not go together.
+    Raises InputError if settings do not go together.
     """
     config_checks.check_training(config)
 
@@ -692,8 +671,7 @@ def preset_names() -> list[str]:
 def preset(name: str) -> ExperimentConfig:
     """Return the preset of that name.
 
-    Raises:
-        InputError: if there is none; it names the nearest one.
+    Raises InputError if there is none; it names the nearest one.
     """
     presets = _presets()
     if name not in presets:
@@ -737,8 +715,7 @@ def load(path: Path) -> ExperimentConfig:
 def load_file(path: Path) -> ExperimentConfig:
     """Return the configuration in a file of the user, who may have edited what a run saved.
 
-    Raises:
-        InputError: if there is no such file, or it holds no configuration.
+    Raises InputError if there is no such file, or it holds no configuration.
     """
     if not path.is_file():
         raise InputError(
@@ -787,8 +764,7 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 def find_class(kind: str) -> type | None:
     """Find the class of an algorithm's or a task's settings by its name; None of another kind.
 
-    Raises:
-        InputError: if it is of a file of the user that cannot be loaded.
+    Raises InputError if it is of a file of the user that cannot be loaded.
     """
     if ":" in kind:
         return plugins.from_file(kind)
@@ -904,11 +880,8 @@ def removed_settings(kind: type | None, name: str) -> dict[str, Any]:
 
 
 def without_removed(values: Any) -> Any:
-    """Return the plain values of a config.yaml without settings that left at their defaults.
-
-    Raises:
-        InputError: if one has another value.
-    """
+    """Return the plain values of a config.yaml without settings that left at their defaults. Raises
+    InputError if one has another value."""
     if isinstance(values, list):
         return [without_removed(value) for value in values]
     if not isinstance(values, dict):
@@ -965,11 +938,8 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def _fixed_here(config: ExperimentConfig, new: ExperimentConfig | None = None) -> dict[str, Any]:
-    """Return the values of settings in MAY_CHANGE that change the result of this run, or of `new`.
-
-    A schedule that decays until the last step changes when that step moves, and a choice of the
-    best evaluation when others are made.
-    """
+    """Return settings in MAY_CHANGE that would change this run's result, or that of `new`: the end
+    of a schedule that decays until then, and the choice of the best evaluation."""
     new = new or config
     settings: dict[str, Any] = {}
     if new.optimizer.schedule != "constant":

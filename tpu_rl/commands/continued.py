@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import optax
 
 from tpu_rl.checkpoint import manager, remote_run
 from tpu_rl.commands import config as configuration
@@ -26,8 +27,7 @@ PART = "opt_state"
 def run_of(config: ExperimentConfig) -> str:
     """Return the address of the run that wrote the model.
 
-    Raises:
-        InputError: if no run did, it had another optimizer, or the model gets new adapters.
+    Raises InputError if no run did, it had another optimizer, or the model gets new adapters.
     """
     address, _, name = str(config.model.path).rstrip("/").rpartition("/")
     if name != "model" or not remote_run.is_run(address) or config.model.random_init:
@@ -65,8 +65,7 @@ def run_of(config: ExperimentConfig) -> str:
 def with_state(config: ExperimentConfig, state: TrainState) -> TrainState:
     """Return the state before the first step with the optimizer's state of the model's run.
 
-    Raises:
-        InputError: if that run trained other weights, or weights of other shapes.
+    Raises InputError if that run trained other weights, or weights of other shapes.
     """
     address = run_of(config)
     checkpoints, step = saved_run.open_checkpoints(address, remote_run.fetch(address))
@@ -90,7 +89,7 @@ def _with_schedules_of(fresh: Any, restored: Any) -> Any:
     """Return the restored state with the counters of the fresh one's schedules."""
 
     def is_schedule(node: Any) -> bool:
-        return getattr(node, "_fields", ()) == ("count",)
+        return isinstance(node, optax.ScaleByScheduleState)
 
     def choose(new: Any, old: Any) -> Any:
         return new if is_schedule(new) else old

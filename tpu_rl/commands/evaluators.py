@@ -94,7 +94,6 @@ def before_training(context: RunContext, stage: Stage, evaluations: Evaluations)
 
 
 def _nothing(params: Params, in_full: bool) -> dict[str, float]:
-    del params, in_full
     return {}
 
 
@@ -121,7 +120,6 @@ def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     score = text_scorer(context.role("policy"), mesh)
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
-        del in_full
         with jax.set_mesh(policy.mesh):
             sampled = policy.params(params)
         model = harness.HarnessModel(
@@ -322,8 +320,9 @@ def _answer_metrics(
         f"{prefix}n": result.n,
     }
     if result.calibration is not None:
+        measures = result.calibration._asdict()
         for name in calibration.MEASURES:
-            value = getattr(result.calibration, name)
+            value = measures[name]
             # AUROC is not defined where all answers are right.
             measured |= {f"{prefix}confidence_{name}": value} if math.isfinite(value) else {}
     for name, estimate in further.items():
@@ -340,10 +339,8 @@ def _answer_metrics(
 
 
 def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
-    """Return the losses of held-out texts of the author whom the stage imitates.
-
-    None without such texts. A teacher writes its texts here, once: it stays as it is.
-    """
+    """Return the losses of held-out texts of the author whom the stage imitates. None without such
+    texts. A teacher writes its texts here, once: it stays as it is."""
     from tpu_rl.evaluation import held_out_loss
 
     author = stage.algorithm.experience.imitates
@@ -372,7 +369,6 @@ def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | Non
         return None
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
-        del in_full
         metrics = {}
         for name, loss in losses.items():
             metrics |= held_out_loss.as_metrics(loss(params), _prefix(name))

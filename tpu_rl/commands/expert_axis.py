@@ -24,7 +24,6 @@ def expert_devices(config: DecoderConfig, num_devices: int, num_tokens: int) -> 
     It is 1 for a model without experts.
 
     Args:
-        config: the model.
         num_devices: devices that share rows and weights.
         num_tokens: tokens of a device in one micro-batch.
     """

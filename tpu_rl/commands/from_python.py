@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tpu_rl import rewards as reward_registry
+from tpu_rl import user_code
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import run
 from tpu_rl.commands.flags import flag_names, yaml_flags
@@ -52,7 +53,7 @@ def train(
         if isinstance(environment, str):
             passed["environment"] = environment
         elif environment is not None:
-            name = getattr(environment, "__name__", type(environment).__name__)
+            name = user_code.name_of(environment)
             stack.enter_context(named.registered_for_run({name: environment}))
             passed["environment"] = f"{named.PYTHON}{name}"
         if rows is not None:
@@ -79,8 +80,7 @@ def train(
 def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
     """Return the command-line flags of overrides and of what other arguments say.
 
-    Raises:
-        InputError: if an override is also given as another argument.
+    Raises InputError if an override is also given as another argument.
     """
     given: dict[str, Any] = dict(DEFAULTS)
     for name, value in yaml_flags.flat(overrides, "overrides=").items():
@@ -103,8 +103,7 @@ def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
 def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[..., Any]]]:
     """Return (terms as `--reward` takes them, the functions that they name, by name).
 
-    Raises:
-        InputError: if something is no reward, or two functions have the same name.
+    Raises InputError if something is no reward, or two functions have the same name.
     """
     functions: dict[str, Callable[..., Any]] = {}
 
@@ -131,7 +130,7 @@ def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[
             )
         text = reward
         if not isinstance(reward, str):
-            name = getattr(reward, "__name__", type(reward).__name__)
+            name = user_code.name_of(reward)
             text = registered(name if name.isidentifier() else f"reward_{number}", reward)
         if callable(weight):
             body = text.partition("?")[0].rpartition(":")[2]

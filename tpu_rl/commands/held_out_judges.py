@@ -13,10 +13,7 @@ from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
-from tpu_rl.evaluation import (
-    pair_accuracy,
-    reward_accuracy,
-)
+from tpu_rl.evaluation import pair_accuracy, reward_accuracy
 from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.experience.sources import step_labels
 from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
@@ -44,11 +41,7 @@ def of_stage(
 
 
 def ranking(
-    context: RunContext,
-    stage: Stage,
-    algorithm: Algorithm,
-    given: GivenPairs,
-    to_pairs: ToPairs,
+    context: RunContext, stage: Stage, algorithm: Algorithm, given: GivenPairs, to_pairs: ToPairs
 ) -> Callable[[Params], dict[str, float]]:
     """Return a function that measures the policy's ranking of held-out pairs, or of judged
     completions.

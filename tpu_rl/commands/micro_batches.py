@@ -75,11 +75,8 @@ class _Part(NamedTuple):
 def _shared_parts(
     config: DecoderConfig, mesh: Mesh | AbstractMesh, tensor_parallel: TensorParallel | None
 ) -> Iterator[_Part]:
-    """Yield the dimensions of a model that devices share.
-
-    Heads of keys are not among them: if there are fewer of them than devices, several devices need
-    the same one.
-    """
+    """Yield the dimensions of a model that devices share. Several devices may need one head of
+    keys."""
     tensor = mesh.shape["tensor"]
     yield _Part("--mesh.tensor", tensor, "heads", config.attention.num_heads)
     if isinstance(tensor_parallel, int):

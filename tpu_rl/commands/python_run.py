@@ -75,8 +75,7 @@ class Comparison:
     def plot(self, *metrics: str) -> Any:
         """Return charts with a line for each run; by default, of what runs are judged by.
 
-        Raises:
-            InputError: if no run has one of the metrics.
+        Raises InputError if no run has one of the metrics.
         """
         return wings.MODULES["report"].charts_of(self.folders, metrics)
 

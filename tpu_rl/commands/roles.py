@@ -16,13 +16,7 @@ from jax.sharding import Mesh
 from tpu_rl import jax_versions, models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Opponent, RoleSpec, ScoreReadout
 from tpu_rl.checkpoint.train_state_io import BASE
-from tpu_rl.commands.config import (
-    BUILTIN,
-    PRETRAINED,
-    AlgorithmConfig,
-    ExperimentConfig,
-    FileData,
-)
+from tpu_rl.commands.config import BUILTIN, PRETRAINED, AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.models.attention import flash, gpu_decode
@@ -74,8 +68,7 @@ def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
 def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
     """Return the tokenizer of a model's directory, with the settings of the run.
 
-    Raises:
-        InputError: if there is none, or the settings do not fit it.
+    Raises InputError if there is none, or the settings do not fit it.
     """
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     model = from_config(config, directory).config
@@ -170,8 +163,7 @@ def random_params(model: Model, key: Array, mesh: Mesh) -> Params:
 def model_path(path: str | None) -> str:
     """Return a directory or hub id; builtin:NAME stands for a model that comes with the package.
 
-    Raises:
-        InputError: if no model is given, or there is none of that name.
+    Raises InputError if no model is given, or there is none of that name.
     """
     if path is None:
         raise InputError(
@@ -196,9 +188,7 @@ def specs(config: ExperimentConfig) -> dict[str, RoleSpec]:
     """Return every role of every stage.
 
     The params tree is the same in all stages. Only what trains differs, and is left out here.
-
-    Raises:
-        InputError: if two stages want a role to begin differently.
+    Raises InputError if two stages want a role to begin differently.
     """
     shared: dict[str, RoleSpec] = {}
     for stage in config.stages:
@@ -244,8 +234,7 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
 def require_writer(model: Model, address: str) -> Model:
     """Return the model of an address, if it is a language model and no classifier.
 
-    Raises:
-        InputError: if its head is not the vocabulary's.
+    Raises InputError if its head is not the vocabulary's.
     """
     if model.config.num_outputs is not None:
         raise InputError(
@@ -267,11 +256,9 @@ def head_outputs(model: Model, spec: RoleSpec) -> int | None:
 def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
     """Return the model of each role, with its adapters.
 
-    Raises:
-        InputError: if LoRA is wanted and no role can have it, or its settings do not fit a model;
-            if parts for images are to be frozen and there are none;
-            if routing is to be replayed and the policy is no mixture; or if a setting does not fit
-            a model with a recurrent state.
+    Raises InputError if LoRA is wanted and no role can have it, or its settings do not fit a model;
+    if parts for images are to be frozen and there are none; if routing is to be replayed and the
+    policy is no mixture; or if a setting does not fit a model with a recurrent state.
     """
     bases = adapter_bases(config)
     if config.model.freeze and base.config.vision is None:
@@ -324,10 +311,8 @@ def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
     """Return `role_models`, each as `fast_model`; on GPUs with kernels of attention if they work.
 
-    All processes call it together.
-
-    Raises:
-        InputError: if --model.attention demands cuDNN and it cannot be used.
+    All processes call it together. Raises InputError if --model.attention demands cuDNN and it
+    cannot be used.
     """
     result = {
         name: fast_model(config, model, mesh) for name, model in role_models(config, base).items()
@@ -439,10 +424,8 @@ def adapter_bases(config: ExperimentConfig) -> dict[str, str]:
 
     It is empty without LoRA. Roles that train get adapters, unless they are random, a part of a
     model, or a head on another role's trunk: these train whole. A role that is now and then set
-    equal to one that trains has adapters of its own, which do not train.
-
-    Raises:
-        InputError: if LoRA is wanted and no role can have it, or a role follows in small steps.
+    equal to one that trains has adapters of its own, which do not train. Raises InputError if LoRA
+    is wanted and no role can have it, or a role follows in small steps.
     """
     if not config.model.lora.rank:
         return {}

@@ -39,7 +39,7 @@ from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable, typed_command
+from tpu_rl.errors import DamagedDataError, InputError, printable, reported, typed_command
 from tpu_rl.experience.layout import AttentionIndex, Widths, pack_experience
 from tpu_rl.experience.source import Source, StepExperience, with_widths
 from tpu_rl.models import Select
@@ -66,6 +66,7 @@ CODE_FOLDER = Path(__file__).parents[1]
 """The code that must be the same on all processes of a run."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     command = f"{typed_command('run')} {shlex.join(argv)}"
     try:
@@ -76,9 +77,6 @@ def main(argv: list[str]) -> int:
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except KeyboardInterrupt:
         print(process_group.INTERRUPTED_TEXT, file=sys.stderr)
         return INTERRUPTED
@@ -91,7 +89,6 @@ def start(
     """Check everything that can be wrong, then run. Every process of the run calls it.
 
     Args:
-        config: the configuration.
         command: what continues the run, for messages.
         leave: ends the process at a SIGTERM before the first step. Without it, that step is taken.
     """
@@ -138,10 +135,8 @@ def leave_at_once(command: str) -> NoReturn:
 
 
 def end_without_lock(why: str) -> NoReturn:
-    """End this process because another job works in the run folder now.
-
-    Nothing may be written there any more.
-    """
+    """End this process because another job works in the run folder now. Nothing may be written
+    there any more."""
     try:
         process_group.end_all(f"error: {why}", InputError.code)
         print(f"error: {why}", file=sys.stderr, flush=True)
@@ -199,10 +194,8 @@ def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
 
 
 def require_same_configuration(config: ExperimentConfig, run_dir: Path, address: str) -> None:
-    """Raise InputError if a run with another configuration has begun in the folder.
-
-    Raises DamagedDataError if that cannot be told, or the rows are not those of the checkpoints.
-    """
+    """Raise InputError if a run with another configuration has begun in the folder. Raises
+    DamagedDataError if that cannot be told, or the rows are not those of the checkpoints."""
     saved = run_dir / "config.yaml"
     if not run_files.exists(saved):
         identity.require_no_checkpoints(run_dir, saved)
@@ -253,10 +246,8 @@ class StageParts(NamedTuple):
 def compose_stage(
     context: RunContext, stage: Stage, params: Params
 ) -> tuple[StageParts, TrainState]:
-    """Return the parts of a stage, and its state before its first step.
-
-    The state consumes the params.
-    """
+    """Return the parts of a stage, and its state before its first step. The state consumes the
+    params."""
     from tpu_rl.diagnosis import debug_nans
 
     algorithm = compose.build_algorithm(context, stage)
@@ -543,12 +534,7 @@ def take_step(
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
     packed = pack_experience(
-        batch_config,
-        experience.data,
-        parts.mesh,
-        parts.attention_index,
-        parts.images,
-        parts.widths,
+        batch_config, experience.data, parts.mesh, parts.attention_index, parts.images, parts.widths
     )
 
     update_began = time.perf_counter()

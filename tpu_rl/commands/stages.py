@@ -129,8 +129,6 @@ def require_metrics(stop: StopConfig, row: dict[str, Any], prefix: str) -> None:
     """Raise InputError if --stop looks at a metric that a run does not have.
 
     Args:
-        stop: the rules.
-        row: metrics of one kind.
         prefix: what metrics of that kind begin with: "eval/", or "" for all others.
     """
     for metric in filter(None, (stop.metric, *(rule.metric for rule in stop.rules))):

@@ -230,11 +230,8 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
-    """Return the FLOPs of a convolution, without products with padding.
-
-    On a TPU, matrix products are convolutions, and batch dimensions are windows that are mostly
-    padding. The count is that of XLA's HloCostAnalysis.
-    """
+    """Return the FLOPs of a convolution without products with padding, as XLA's HloCostAnalysis: on
+    a TPU matrix products are convolutions, whose batch dimensions are mostly padding."""
     left, kernel = (computation.shapes_of(operand)[0] for operand in instruction.operands[:2])
     result = instruction.shapes[0]
     labels = instruction.attribute("dim_labels") or ""
@@ -287,10 +284,8 @@ def _window(instruction: Instruction) -> list[_Window]:
 
 
 def _valid_positions(size: int, kernel: int, outputs: int, window: _Window) -> int:
-    """Count the pairs of an output and a kernel element that read an input element.
-
-    `size`, `kernel` and `outputs` are the lengths of input, kernel and result in one dimension.
-    """
+    """Count the pairs of an output and a kernel element that read an input element. `size`,
+    `kernel` and `outputs` are the lengths of input, kernel and result in one dimension."""
     is_plain = window.stride == 1 and window.low_padding == 0 and window.base_dilation == 1
     if kernel == 1 and is_plain:
         return outputs
@@ -314,21 +309,15 @@ def _valid_positions(size: int, kernel: int, outputs: int, window: _Window) -> i
 # --- bytes of main memory ---
 
 
-def _bytes(shapes: Sequence[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
-
-
 def _main_memory_bytes(shapes: Sequence[Shape]) -> int:
     return sum(shape.bytes for shape in shapes if shape.space == 0)
 
 
 def _part_bytes(part: Sequence[Shape], whole: Sequence[Shape]) -> float:
-    """Return the bytes of a part of an array, with its share of the array's padding.
-
-    The padding of the part's own layout does not count: one row does not fill a tile of eight.
-    """
+    """Return the bytes of a part of an array with its share of the padding, not that of its own
+    layout."""
     logical = sum(shape.logical_bytes for shape in whole)
-    padding = _bytes(whole) / logical if logical else 1.0
+    padding = sum(shape.bytes for shape in whole) / logical if logical else 1.0
     return padding * sum(shape.logical_bytes for shape in part)
 
 
@@ -373,10 +362,7 @@ def _update_operand(instruction: Instruction) -> str:
 
 
 def _asynchronous_bytes(instruction: Instruction, operands: Sequence[Sequence[Shape]]) -> int:
-    """Return the bytes of a `copy-start` or `slice-start`: its result is read and written once.
-
-    What leaves or enters another memory space is only read from or written to main memory.
-    """
+    """Return the bytes of main memory that a `copy-start` or `slice-start` reads and writes."""
     arrays = [shape for shape in instruction.shapes if shape.bytes > 4]  # Not the context handle.
     size = min((shape.bytes for shape in arrays), default=0)
     if not operands:
@@ -389,11 +375,8 @@ def _asynchronous_bytes(instruction: Instruction, operands: Sequence[Sequence[Sh
 
 
 def _fusion_bytes(program: Program, computation: Computation, fusion: Instruction) -> float:
-    """Return the bytes that a fusion moves.
-
-    Operands that it only slices count for their slices, and arrays that it updates in place for
-    their updates.
-    """
+    """Return the bytes that a fusion moves: of sliced operands their slices, of updated arrays the
+    updates."""
     inner = program.computations[fusion.calls[0]]
     total = 0.0
     for number, operand in enumerate(fusion.operands):
@@ -438,10 +421,8 @@ def _read_bytes(program: Program, computation: Computation, name: str) -> float:
 def _viewed(
     computation: Computation, instruction: Instruction, views: Sequence[str]
 ) -> Instruction:
-    """Return the instruction whose bytes this one returns, in whatever shape.
-
-    `views` are opcodes that only give memory another shape.
-    """
+    """Return the instruction whose bytes this one returns; `views` are opcodes that only
+    reshape."""
     while instruction.opcode in views and instruction.operands[0] in computation.instructions:
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
@@ -480,12 +461,10 @@ def _links(
     channels: set[str],
     is_fused: bool = False,
 ) -> Iterator[Link]:
-    """Return the collectives that an instruction is or fuses.
-
-    In fusions a channel counts once, and joins `channels`: on a TPU one collective is cut into
-    several fusions, which continue it beside their own computation. An instruction that is not
-    fused counts in any case: jax gives one channel to all collectives that a `shard_map` names.
-    """
+    """Return the collectives that an instruction is or fuses. In fusions a channel counts once, and
+    joins `channels`: on a TPU one collective is cut into several fusions, which continue it beside
+    their own computation. An instruction that is not fused counts in any case: jax gives one
+    channel to all collectives that a `shard_map` names."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
         channel = instruction.attribute("channel_id")
@@ -533,10 +512,8 @@ def _count_of(numbers: str) -> int:
 
 
 def group_of(attributes: str) -> tuple[int, ...]:
-    """Return the first of an instruction's replica groups, in any of the forms that XLA writes.
-
-    For a permutation, return two partitions of which one sends to the other.
-    """
+    """Return the first of an instruction's replica groups, in any of the forms that XLA writes. For
+    a permutation, return two partitions of which one sends to the other."""
     pair = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
     if pair:
         return int(pair[1]), int(pair[2])

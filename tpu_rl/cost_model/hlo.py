@@ -133,11 +133,7 @@ _KERNEL_METADATA = re.compile(r"kernel_metadata=\{[^{}]*\}")
 
 
 def read(text: str) -> Program:
-    """Parse the text of one compiled module.
-
-    Raises:
-        ValueError: if it has no entry computation.
-    """
+    """Parse the text of one compiled module. Raises ValueError if it has no entry computation."""
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
     name = ""

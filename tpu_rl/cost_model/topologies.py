@@ -45,8 +45,7 @@ class Topology(NamedTuple):
 def parse(text: str, slices: int | None = None) -> Topology:
     """Read the name of a topology. `slices` is the number of slices, unless the name has it.
 
-    Raises:
-        InputError: if it is no such name, or no slice has so many chips.
+    Raises InputError if it is no such name, or no slice has so many chips.
     """
     named = re.fullmatch(r"(?:(\d+)\*)?([a-z]\w*)(?::(\d+(?:x\d+)+)|-(\d+))", text.strip().lower())
     chip = ALIASES.get(named[2], named[2]) if named else ""

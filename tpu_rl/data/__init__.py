@@ -18,32 +18,29 @@ from typing import TYPE_CHECKING
 from tpu_rl import lazy
 
 if TYPE_CHECKING:
-    from tpu_rl.data.encoding import demonstrations as demonstrations
-    from tpu_rl.data.encoding import pairs as pairs
-    from tpu_rl.data.encoding import scored_completions as scored_completions
-    from tpu_rl.data.encoding import steps as steps
-    from tpu_rl.data.files import Row as Row
-    from tpu_rl.data.files import first_row as first_row
-    from tpu_rl.data.files import first_shape as first_shape
-    from tpu_rl.data.files import names_of as names_of
-    from tpu_rl.data.files import read as read
-    from tpu_rl.data.row_stream import OF_BYTES as OF_BYTES
-    from tpu_rl.data.row_stream import Rows as Rows
-    from tpu_rl.data.row_stream import RowStream as RowStream
-    from tpu_rl.data.row_stream import digests as digests
-    from tpu_rl.data.row_stream import fingerprint as fingerprint
-    from tpu_rl.data.row_stream import row_digest as row_digest
-    from tpu_rl.data.row_stream import rows_of_parts as rows_of_parts
-    from tpu_rl.data.row_stream import stream as stream
-    from tpu_rl.data.stored_rows import FirstFitting as FirstFitting
-    from tpu_rl.data.stored_rows import ReadInFull as ReadInFull
-    from tpu_rl.data.stored_rows import StoredRows as StoredRows
-    from tpu_rl.data.stored_rows import join as join
-    from tpu_rl.data.stored_rows import naming_row as naming_row
-    from tpu_rl.data.stored_rows import part_numbers as part_numbers
-    from tpu_rl.data.stored_rows import sample as sample
-    from tpu_rl.data.stored_rows import take as take
-    from tpu_rl.data.stored_rows import where_of as where_of
-    from tpu_rl.data.stored_rows import with_number as with_number
+    from tpu_rl.data.encoding import demonstrations, pairs, scored_completions, steps
+    from tpu_rl.data.files import Row, first_row, first_shape, names_of, read
+    from tpu_rl.data.row_stream import (
+        OF_BYTES,
+        Rows,
+        RowStream,
+        digests,
+        fingerprint,
+        row_digest,
+        rows_of_parts,
+        stream,
+    )
+    from tpu_rl.data.stored_rows import (
+        FirstFitting,
+        ReadInFull,
+        StoredRows,
+        join,
+        naming_row,
+        part_numbers,
+        sample,
+        take,
+        where_of,
+        with_number,
+    )
 
 lazy.exports(__name__, __file__)

@@ -95,15 +95,8 @@ def demonstrations(
     have weights (`data.span_weights`). Weights of a row whose column `forget` is true are negative.
     A column `tools` goes to the chat template. A row with `ended` false is the beginning of an
     answer, without an end-of-sequence token. Longer texts are cut at their end. A row whose prompt
-    fills all columns has nothing to train on.
-
-    Args:
-        rows: the rows.
-        tokenizer: encodes texts and conversations.
-        max_length: columns of the arrays.
-
-    Raises:
-        InputError: if a conversation has no answer of the assistant, or they cannot be found.
+    fills all columns has nothing to train on. Raises InputError if a conversation has no answer of
+    the assistant, or they cannot be found.
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     weights = np.zeros((len(rows), max_length), np.float32)
@@ -130,18 +123,13 @@ def demonstrations(
 
 
 def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Pairs:
-    """Return rows `prompt, chosen, rejected`, or `prompt, completion, label`, as arrays.
+    """Return rows `prompt, chosen, rejected`, or `prompt, completion, label`, as [N, max_length].
 
     Each row is a group: of two completions, the chosen one first, or of one graded completion. The
     column `margin`, if a row has it, says how much better the chosen completion is; the `score` of
     a rated completion, in place of `label`, becomes its margin. `ended` says whether a completion
     has its end-of-sequence token: true or false, or [of the chosen one, of the rejected one].
     Longer texts are cut at their end.
-
-    Args:
-        rows: the rows.
-        tokenizer: encodes texts and conversations.
-        max_length: columns of the arrays [N, max_length].
 
     Returns:
         Pairs whose reference log-probs are zero. Whoever has a reference fills them in.
@@ -181,19 +169,10 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
 def scored_completions(
     rows: Sequence[Row], tokenizer: Tokenizer, max_length: int, size: int
 ) -> types.ScoredCompletions:
-    """Return rows `prompt, completions, scores` as arrays, `size` completions for each row.
+    """Return rows `prompt, completions, scores` as arrays [N, max_length], `size` for each row.
 
     A row with fewer completions has further ones without actions. Longer texts are cut at their
-    end.
-
-    Args:
-        rows: the rows.
-        tokenizer: encodes texts and conversations.
-        max_length: columns of the arrays [N, max_length].
-        size: completions of a row.
-
-    Raises:
-        InputError: if a row has more completions.
+    end. Raises InputError if a row has more completions.
     """
     texts = []
     places: list[int] = []
@@ -232,16 +211,11 @@ def scored_completions(
 
 
 def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.QExamples:
-    """Return rows `prompt, completions, labels` as arrays, labeled at the last token of each step.
+    """Return rows `prompt, completions, labels` as [N, max_length], labeled at the ends of steps.
 
     These are TRL's stepwise rows: the steps of a completion in order, which joined are its text,
     and True for each right one. The last step ends with the end-of-sequence token unless the row
     says `"ended": False`. Steps that do not fit are left out.
-
-    Args:
-        rows: the rows.
-        tokenizer: encodes texts and conversations.
-        max_length: columns of the arrays [N, max_length].
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     is_labeled = np.zeros((len(rows), max_length), bool)

@@ -35,7 +35,7 @@ from tpu_rl.data.stored_rows import (
     half_a_character,
 )
 from tpu_rl.data.values import shown
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.storage import gcs, local_copies
 
 Row = dict[str, Any]
@@ -183,9 +183,7 @@ def _check_row(
     where: str, original: Row, row: Row, columns: Sequence[str], kinds: dict[str, tuple[str, str]]
 ) -> None:
     """Raise InputError if the row lacks a column, or a value has another type than it should.
-
-    `kinds` says for each column the type of its first value, and where that is.
-    """
+    `kinds` says for each column the type of its first value, and where that is."""
     _check_columns(where, row, columns)
     # The prompt of a row that is learned as a whole is empty.
     is_text = shapes.is_plain_text(original)
@@ -207,12 +205,8 @@ def _check_row(
 @contextlib.contextmanager
 def _refused(what: str, where: str) -> Iterator[None]:
     """Make a ValueError of this context an InputError about a row."""
-    try:
+    with refused(ValueError, what, where=where, fix="correct it, or drop the row"):
         yield
-    except ValueError as error:
-        raise InputError(
-            what, where=where, why=str(error), fix="correct it, or drop the row"
-        ) from error
 
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".arrow", ".tsv", ".txt")
@@ -226,11 +220,8 @@ def names_of(path: str | Path) -> list[str]:
 
 
 def _parts(path: str | Path) -> list[tuple[int, str]]:
-    """Return (number, name) of the files, folders, patterns and names that a path consists of.
-
-    The number is that of the part of the path. A gs:// address stands for local copies of its
-    objects.
-    """
+    """Return (number of the part, name) of what a path consists of; local copies of gs://
+    addresses."""
     parts: list[tuple[int, str]] = []
     for number, part in enumerate(names_of(path)):
         files = local_copies.files(part) if gcs.is_address(part) else [Path(part).expanduser()]
@@ -287,10 +278,7 @@ def _refuse_dataset_flags(part: str, split: str | None, config: str | None) -> N
 
 
 def _file_rows(file: Path) -> Iterator[Source]:
-    """Yield the rows of a file, whose format its name and content tell.
-
-    Raises InputError if they were scanned and there are none.
-    """
+    """Yield the rows of a file of any format. Raises InputError if a scan finds none."""
     try:
         source = _source_of_any_format(file)
     except OSError as error:
@@ -408,10 +396,8 @@ class JsonLines(Records):
         """Find the lines, check a sample of them, and check others when they are asked for.
 
         `columns` are those of the rows that were checked, here too. Returns False if the file has
-        to be scanned: it has at most `MANY_LINES` rows, one that is too long, or images.
-
-        Raises:
-            InputError: for a row that `check` refuses.
+        to be scanned: it has at most `MANY_LINES` rows, one that is too long, or images. Raises
+        InputError for a row that `check` refuses.
         """
         if self._finds_lines() and len(self) > MANY_LINES:
             self._check = check
@@ -480,15 +466,13 @@ class JsonLines(Records):
         return f"{self._path}:{lines_before + 1}"
 
     def _decode_line(self, line: bytes) -> Row:
-        try:
+        with refused(
+            ValueError,
+            "the data file changed since the run read it",
+            where=str(self._path),
+            fix="start the command again, and leave the file alone while it runs",
+        ):
             return _decoder.raw_decode(line.decode().lstrip())[0]
-        except ValueError as error:
-            raise InputError(
-                "the data file changed since the run read it",
-                where=str(self._path),
-                why=str(error),
-                fix="start the command again, and leave the file alone while it runs",
-            ) from error
 
 
 def _lines(file: Path, opened: IO[bytes]) -> Iterator[tuple[str, Row]]:
@@ -572,10 +556,7 @@ _OTHER_FORMATS = {
     b"\xfd7zXZ": ("xz", "unxz it"),
     b"BZh": ("bzip2", "bunzip2 it"),
     b"ARROW1": ("Feather", TO_PARQUET.format("pyarrow.feather.read_feather")),
-    b"\xff\xff\xff\xff": (
-        "a stream of Arrow",
-        TO_PARQUET.format("datasets.Dataset.from_file"),
-    ),
+    b"\xff\xff\xff\xff": ("a stream of Arrow", TO_PARQUET.format("datasets.Dataset.from_file")),
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "git lfs pull"),
@@ -784,9 +765,7 @@ MAX_REPEATING_SHARE = 0.5
 
 
 def warnings(
-    rows: Sequence[Row],
-    held_out: Sequence[Row],
-    compares_prompts: bool = True,
+    rows: Sequence[Row], held_out: Sequence[Row], compares_prompts: bool = True
 ) -> list[str]:
     """Return one line for each thing about valid rows that is rarely intended, with its count.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, require_plain
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, refused
 
 Row = dict[str, Any]
 
@@ -25,16 +25,16 @@ Row = dict[str, Any]
 @contextmanager
 def _opened_gzip(file: Path) -> Iterator[Any]:
     """Open a gzip file in this context. Raises InputError if it is damaged."""
-    try:
-        with gzip.open(file, "rb") as opened:
-            yield opened
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(
+    with (
+        refused(
+            (OSError, EOFError, zlib.error),
             "the data file is gzip, but damaged",
             where=str(file),
-            why=str(error),
             fix="copy or download it again",
-        ) from error
+        ),
+        gzip.open(file, "rb") as opened,
+    ):
+        yield opened
 
 
 def gunzip(file: Path) -> bytes:
@@ -111,8 +111,6 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
     """Yield the objects of one JSON array.
 
     Args:
-        file: the file, for error messages.
-        text: its content.
         parse: returns (value, end) of the JSON value at a position, or raises ValueError.
     """
 
@@ -126,15 +124,13 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
     while text[position : position + 1] != "]" or number:
         number += 1
         where = f"{file}, item {number}"
-        try:
+        with refused(
+            (ValueError, RecursionError),
+            "an item of the array is not JSON, or is cut off",
+            where=where,
+            fix="correct the item, or download the file again",
+        ):
             row, position = parse(text, position)
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                "an item of the array is not JSON, or is cut off",
-                where=where,
-                why=str(error),
-                fix="correct the item, or download the file again",
-            ) from error
         if not isinstance(row, dict):
             raise InputError(
                 "an item of the array is not an object, {...}",
@@ -181,20 +177,18 @@ def _pyarrow(action: str, where: Path, extra: str) -> Any:
 def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
     """Return the rows of a Parquet file, or of its content. They are in memory, as Arrow."""
     pyarrow = _pyarrow("Parquet", file, "parquet")
-    try:
+    with refused(
+        (pyarrow.ArrowException, OSError),
+        "a damaged Parquet file",
+        where=str(file),
+        fix="copy or download it again",
+    ):
         opened = str(file) if content is None else pyarrow.BufferReader(content)
         # A mapped file is not also held as it lies on the disk.
         # Files have checksums if they were written with write_page_checksum.
         table = pyarrow.parquet.ParquetFile(
             opened, memory_map=content is None, page_checksum_verification=True
         ).read()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(
-            "a damaged Parquet file",
-            where=str(file),
-            why=str(error).splitlines()[0],
-            fix="copy or download it again",
-        ) from error
     names = table.column_names
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
@@ -237,7 +231,12 @@ def choose_split(names: Sequence[str], split: str | None, where: str) -> str:
 def saved_rows(folder: Path, split: str | None) -> ArrowRows:
     """Return the rows of a folder that `datasets.save_to_disk` wrote, mapped into memory."""
     pyarrow = _pyarrow("a saved dataset", folder, "datasets")
-    try:
+    with refused(
+        (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError),
+        "a damaged dataset folder",
+        where=str(folder),
+        fix="write it again with save_to_disk",
+    ):
         directory = folder
         if (folder / "dataset_dict.json").is_file():
             names = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]
@@ -254,13 +253,6 @@ def saved_rows(folder: Path, split: str | None) -> ArrowRows:
                 pyarrow.memory_map(str(directory / entry["filename"]))
             )
         ]
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            "a damaged dataset folder",
-            where=str(folder),
-            why=(str(error).splitlines() or [type(error).__name__])[0],
-            fix="write it again with save_to_disk",
-        ) from error
     return ArrowRows(batches, f"{_escaped(folder)}, row {{}} of split {_escaped(split)}")
 
 
@@ -275,16 +267,14 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Given:
             why="datasets is not installed",
             fix='correct the path, or pip install "tpu_rl[datasets]"',
         ) from error
-    try:
-        splits = datasets.load_dataset(name, config)
     # `datasets` and its storage libraries raise many kinds of errors.
-    except Exception as error:
-        raise InputError(
-            f"cannot read the dataset {name} from the cache or the hub",
-            where="--data.path, --data.config",
-            why=(str(error).splitlines() or [type(error).__name__])[0],
-            fix="correct the name; without a network, download it beforehand or give a file",
-        ) from error
+    with refused(
+        Exception,
+        f"cannot read the dataset {name} from the cache or the hub",
+        where="--data.path, --data.config",
+        fix="correct the name; without a network, download it beforehand or give a file",
+    ):
+        splits = datasets.load_dataset(name, config)
     split = choose_split([str(each) for each in splits], split, name)
     where = f"{_escaped(name)}, row {{}} of split {_escaped(split)}"
     rows: Any = splits[split]

@@ -71,8 +71,7 @@ def unnamed_pictures(row: Row) -> list[str]:
 def collected(row: Row) -> Row:
     """Return the row with all of its images in the column `images`; without images, as it is.
 
-    Raises:
-        ValueError: if images are both in a column and in the parts of messages, or missing.
+    Raises ValueError if images are both in a column and in the parts of messages, or missing.
     """
     row = row | {
         name: [_with_parts(message) for message in row[name]]
@@ -129,9 +128,7 @@ def placed(row: Row) -> Row:
     """Return a row with images whose texts have `IMAGE_MARK` where they stand.
 
     If no text says where, images begin the first message of the user, or the prompt, as in TRL.
-
-    Raises:
-        ValueError: if there are more or fewer places than images, in one of the answers too.
+    Raises ValueError if there are more or fewer places than images, in one of the answers too.
     """
     images = row.get("images")
     count = len(images) if isinstance(images, list) else 0
@@ -224,10 +221,8 @@ def _image_parts(row: Row) -> list[list[Mapping[str, Any]]]:
 
 
 def _joined(images: list[list[Any]]) -> list[Any]:
-    """Return the images of all columns in order.
-
-    Those of a prompt that also begins the conversations of another column are taken once.
-    """
+    """Return the images of all columns in order; those that begin another column's are taken
+    once."""
     joined: list[Any] = []
     for of_column in images:
         shared = min(len(joined), len(of_column))

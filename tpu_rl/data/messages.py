@@ -48,10 +48,6 @@ def canonical(value: Any, place: str) -> Any:
 
     Further keys stay. What is no message is left for the check of the row to name.
 
-    Args:
-        value: a list of messages, or one message.
-        place: the column, for errors.
-
     Raises:
         ValueError: if a message is clear in its form, but cannot be used.
     """
@@ -240,8 +236,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 def canonical_tools(tools: Any) -> list[Any] | None:
     """Return descriptions of functions as a list of {"type": "function", "function": ...}.
 
-    Raises:
-        ValueError: if they are neither objects nor the JSON text of objects.
+    Raises ValueError if they are neither objects nor the JSON text of objects.
     """
     original = tools
     if isinstance(tools, str):

@@ -19,8 +19,7 @@ _ROWS: dict[str, Any] = {}
 def registered_for_run(rows: Mapping[str, Any]) -> Iterator[None]:
     """Let `read` find rows, argument -> rows, in this context.
 
-    Raises:
-        InputError: if something is not a sequence.
+    Raises InputError if something is not a sequence.
     """
     for argument, given in rows.items():
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sized):
@@ -47,9 +46,8 @@ def is_name(path: str) -> bool:
 def source(path: str) -> Given:
     """Return the rows under a name.
 
-    Raises:
-        InputError: if there are no such rows in this process. A scan raises it if one is not a dict
-            of values that a JSON file could hold as well.
+    Raises InputError if there are no such rows in this process. A scan raises it if one is not a
+    dict of values that a JSON file could hold as well.
     """
     argument = path.removeprefix(PYTHON)
     if argument not in _ROWS:

@@ -192,9 +192,6 @@ def stream(
     of its own, and every stretch of the stream has rows of the parts in their shares.
 
     Args:
-        source: the rows.
-        seed: decides the order.
-        batch_size: rows per batch.
         shuffle: whether each epoch has a new order.
         repeat: whether to begin again at the end. If not, the last batch may be short.
         accepted: fingerprints of other rows. Positions saved with those are positions in these.
@@ -254,8 +251,7 @@ def stream(
 def rows_of_parts(rows: Any, num_parts: int) -> list[Sequence[Row]]:
     """Return the rows of each part of the data.
 
-    Raises:
-        InputError: if there is another number of parts, or one has no rows.
+    Raises InputError if there is another number of parts, or one has no rows.
     """
     numbers = part_numbers(rows)
     parts = [take(rows, np.flatnonzero(numbers == number)) for number in range(num_parts)]

@@ -61,7 +61,7 @@ class Shape(NamedTuple):
         """Return True for a row of the shape that lacks our columns."""
         return (
             all(name in row and isinstance(row[name], kind) for name, kind in self.has.items())
-            and _lacks(row, *self.lacks)
+            and not any(column in row for column in self.lacks)
             and self.where(row)
         )
 
@@ -80,10 +80,7 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     Columns of published shapes (`SHAPES`) become `messages`, `prompt` and `completion`. `text`
     becomes an empty prompt and a completion. The beginning that `chosen` and `rejected` share
     becomes the prompt. The last answer of `messages` is split off, if they end with it. Other
-    columns stay.
-
-    Raises:
-        ValueError: if the shape is clear but the row does not fit it.
+    columns stay. Raises ValueError if the shape is clear but the row does not fit it.
     """
     row = renamed(row, names)
     _refuse_media(row)
@@ -109,11 +106,8 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
 
     Points reach into objects and lists: `answer=reward_model.ground_truth`, `answer=answers.0`,
     `answer=conversations.-1.value`. A sum of columns with numbers is a number:
-    `score=0.65*helpfulness+0.8*correctness-2`, `margin=score_chosen-score_rejected`.
-
-    Raises:
-        ValueError: if a name has another form, there is no such column, or a part of a sum is no
-            number.
+    `score=0.65*helpfulness+0.8*correctness-2`, `margin=score_chosen-score_rejected`. Raises
+    ValueError if a name has another form, there is no such column, or a part of a sum is no number.
     """
     for name in names:
         column, equals, source = name.partition("=")
@@ -217,11 +211,8 @@ def _with_columns(row: Row, columns: Sequence[str]) -> Row:
 
 
 def _with_system(row: Row, columns: Sequence[str]) -> Row:
-    """Return the row whose conversation begins with the system prompt of a column of its own.
-
-    Raises:
-        ValueError: if the conversation has another system message, or two columns differ.
-    """
+    """Return the row with the system prompt of its own column. Raises ValueError if there are two
+    others."""
     names = [name for name in SYSTEM_COLUMNS if name not in columns and row.get(name)]
     texts = {name: message_forms.text_of(row[name], f"`{name}`") for name in names}
     column = "messages" if isinstance(row.get("messages"), list) else "prompt"
@@ -250,9 +241,8 @@ def _with_system(row: Row, columns: Sequence[str]) -> Row:
 def check_together(row: Row, columns: Sequence[str]) -> None:
     """Check what `normalize` and the types of single columns leave open.
 
-    Raises:
-        ValueError: if steps and their labels do not belong together, a margin is no number, or
-            nobody answers in a conversation to learn from.
+    Raises ValueError if steps and their labels do not belong together, a margin is no number, or
+    nobody answers in a conversation to learn from.
     """
     if "completions" in columns and "labels" in columns:
         _check_steps(row["completions"], row["labels"])
@@ -280,10 +270,7 @@ VALUES: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 
 
 def _check_weights(row: Row) -> None:
-    """Raise ValueError if a weight of the row or of a message is no number from 0 on, or all are 0.
-
-    A weight that is null counts as 1.
-    """
+    """Raise ValueError if a weight is no number from 0 on, or all are 0. null counts as 1."""
     if row.get(span_weights.KEY) is not None:
         text = row.get("completion")
         if not isinstance(text, str):
@@ -386,11 +373,7 @@ def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
             "the row has no `prompt`, and `chosen` and `rejected` do not begin with the same "
             "messages"
         )
-    return {
-        "prompt": chosen[:length],
-        "chosen": chosen[length:],
-        "rejected": rejected[length:],
-    }
+    return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
 
 
 def _before_answers(messages: list[Any], chosen: Any) -> list[Any]:
@@ -407,14 +390,8 @@ def _before_answers(messages: list[Any], chosen: Any) -> list[Any]:
 
 
 def _take_prompt_once(row: Row) -> Row:
-    """Return the row whose answers do not repeat the prompt.
-
-    Published pairs often hold the prompt as text, and whole conversations beside it, as in TRL's
-    `extract_prompt`. A system message may stand in one of both only.
-
-    Raises:
-        ValueError: if an answer begins with other messages than the prompt.
-    """
+    """Return the row whose answers do not repeat the prompt, as in TRL's `extract_prompt`. A system
+    message may stand in one of both. Raises ValueError if an answer begins otherwise."""
     whole = [
         name
         for name in ("chosen", "rejected", "completion")
@@ -475,10 +452,6 @@ def _same(first: list[Any], second: list[Any]) -> bool:
 
 
 # --- the shapes of datasets ---
-
-
-def _lacks(row: Row, *columns: str) -> bool:
-    return not any(column in row for column in columns)
 
 
 def _sharegpt(row: Row) -> Row:
@@ -568,10 +541,8 @@ def _stripped_answers(row: Row) -> Row:
 
 
 def _marked_steps(row: Row) -> Row:
-    """Return the steps of Math-Shepherd, each of which ends with a mark in `input`.
-
-    `label` has + or - in the place of each mark.
-    """
+    """Return the steps of Math-Shepherd: a mark in `input` ends each, and `label` has + or -
+    there."""
     mark = "ки"
     steps = row["input"].split(mark)
     labels = row["label"]

@@ -34,8 +34,7 @@ OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask")
 def of_parts(parts: Sequence[Any], texts: Sequence[str], place: str) -> list[dict[str, Any]]:
     """Return the spans of a content of parts with these texts: those with a flag or a `weight`.
 
-    Raises:
-        ValueError: if a flag is no truth value, or has no meaning that libraries agree on.
+    Raises ValueError if a flag is no truth value, or has no meaning that libraries agree on.
     """
     spans = []
     start = 0
@@ -60,8 +59,7 @@ def of_parts(parts: Sequence[Any], texts: Sequence[str], place: str) -> list[dic
 def of_details(details: Any, length: int, place: str) -> list[dict[str, Any]]:
     """Return the spans of axolotl's `train_detail`, for a content of `length` characters.
 
-    Raises:
-        ValueError: if one of them has another form.
+    Raises ValueError if one of them has another form.
     """
     learned = [0.0] * length
     for detail in details if isinstance(details, list) else [details]:
@@ -84,8 +82,7 @@ def of_details(details: Any, length: int, place: str) -> list[dict[str, Any]]:
 def checked(spans: Any, text: str, place: str) -> list[dict[str, Any]]:
     """Return spans with their `start` and `end`, in order.
 
-    Raises:
-        ValueError: if one has another form or no place in the text, or two overlap.
+    Raises ValueError if one has another form or no place in the text, or two overlap.
     """
     if not isinstance(spans, list):
         raise ValueError(f"`{KEY}` of {place} is a list of spans, not {shown(spans)}")

@@ -80,11 +80,7 @@ class Records:
         return self._row(index, os.pread(self._file, self._lengths[index], self._starts[index]))
 
     def _row(self, index: int, content: bytes) -> Row:
-        """Return a row of which this is the content now.
-
-        Raises:
-            InputError: if it is not what `scan` has read.
-        """
+        """Return the row with this content. Raises InputError if it is not what `scan` has read."""
         self._require_same(index, content)
         return self._decode(content)
 
@@ -173,9 +169,8 @@ MAX_ROW_BYTES = 10_000_000
 def require_plain(row: Mapping[str, Any], where: str) -> None:
     """Check that a row holds no more than a line of JSON could.
 
-    Raises:
-        InputError: if a number is not finite, at any depth; if a text holds half a character; or if
-            the row is too long.
+    Raises InputError if a number is not finite, at any depth; if a text holds half a character; or
+    if the row is too long.
     """
     for column, value in row.items():
         number = _not_finite(value)

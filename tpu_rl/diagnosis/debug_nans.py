@@ -118,11 +118,8 @@ def _require_finite_update(
 
 
 def _require_finite(what: str, function: Callable[..., Any], *arguments: Any) -> None:
-    """Raise InputError with the lines at which `function` makes its first NaN and infinity.
-
-    It does nothing if all results are finite. The NaN comes first in the message, because masks
-    hold infinities on purpose.
-    """
+    """Raise InputError with the lines of the first NaN (named first: masks hold infinities) and
+    infinity."""
     if update_step.all_finite(jax.jit(function)(*arguments)):
         return
     faults = []

@@ -43,7 +43,6 @@ def require_same_run(settings: Mapping[str, Any], code: Iterable[Path]) -> None:
     Touches no device.
 
     Args:
-      settings: the configuration as nested dicts.
       code: Python files, and folders of them, that must be the same.
     """
     require_equal(identity(settings, code) if processes.count() > 1 else {})

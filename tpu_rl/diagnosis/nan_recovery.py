@@ -63,12 +63,9 @@ class NanRecovery:
         """Return the state to go on with: `state`, or an earlier one after too many skipped steps.
 
         Args:
-          step: the step that was just taken.
           first_step: the first step of the stage; checkpoints before it have another state.
           state: the state after the step. It is deleted if the run returns to a checkpoint.
           row: the metrics of the step, to which a rollback is added.
-          experience: what the step learned from.
-          checkpoints: the checkpoints of the run.
 
         Raises InputError if the run has already returned to a checkpoint once, or has none of this
         stage.
@@ -118,10 +115,8 @@ class NanRecovery:
 
 
 def offending_rows(experience: StepExperience, tokenizer: Tokenizer) -> Iterable[dict[str, Any]]:
-    """Yield the index, the bad fields and the text of each row with a number that is not finite.
-
-    If all numbers are finite, yield every row.
-    """
+    """Yield the index, the bad fields and the text of each row with a number that is not finite. If
+    all numbers are finite, yield every row."""
     data = experience.data
     fields = {name: np.asarray(value) for name, value in fields_of(data).items()}
     tokens = fields["tokens"]  # [N, T]

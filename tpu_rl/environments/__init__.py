@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 from tpu_rl import lazy
 
 if TYPE_CHECKING:
-    from tpu_rl.environments.task import Task as Task
-    from tpu_rl.environments.task import task_of as task_of
-    from tpu_rl.environments.task import text_of as text_of
+    from tpu_rl.environments.task import Task, task_of, text_of
 
 lazy.exports(__name__, __file__)

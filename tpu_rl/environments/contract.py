@@ -104,8 +104,7 @@ class Description(NamedTuple):
 def describe(instance: Any, where: str) -> Description:
     """Return the description of an environment.
 
-    Raises:
-        InputError: if it has no `reset`, or a method is no tool; `where` says where it is from.
+    Raises InputError if it has no `reset`, or a method is no tool; `where` says where it is from.
     """
     environment = type(instance)
     functions = dict(inspect.getmembers(environment, inspect.isfunction))
@@ -236,8 +235,7 @@ def _message(error: Exception) -> str:
 def step(instance: Any, text: str, ended: bool = True) -> tuple[Observation, float | None, bool]:
     """Give a game the model's text, and return (observation, reward, done).
 
-    Raises:
-        ValueError: if it returns something else.
+    Raises ValueError if it returns something else.
     """
     asks = "ended" in inspect.signature(instance.step).parameters
     value = _finished(instance.step(text, ended=ended) if asks else instance.step(text))
@@ -264,8 +262,7 @@ def step(instance: Any, text: str, ended: bool = True) -> tuple[Observation, flo
 def reward(instance: Any) -> float | None:
     """Return the reward of the episode; None if it is not scored here.
 
-    Raises:
-        ValueError: if it is not a finite number.
+    Raises ValueError if it is not a finite number.
     """
     if not inspect.isfunction(getattr(type(instance), "get_reward", None)):
         return None
@@ -312,8 +309,7 @@ class PlainState:
 def saved_state(instance: Any) -> Any:
     """Return a copy of the state with which the episode goes on in another process.
 
-    Raises:
-        ValueError: if JSON does not write it exactly.
+    Raises ValueError if JSON does not write it exactly.
     """
     state = instance.__getstate__()
     try:
@@ -327,11 +323,7 @@ def saved_state(instance: Any) -> Any:
 
 
 def _observation(value: Any) -> Observation:
-    """Return an observation as JSON can write it.
-
-    Raises:
-        Fault: if it has images that cannot be read.
-    """
+    """Return an observation as JSON can write it. Raises Fault for an image that cannot be read."""
     try:
         if not observations.has_images(value):
             return as_text(value)
@@ -377,8 +369,7 @@ def _finished(value: Any) -> Any:
 def as_factories(value: Any, where: str) -> Factories:
     """Return the factories that a user gave: a class, or a dict of classes by name.
 
-    Raises:
-        InputError: if it is neither.
+    Raises InputError if it is neither.
     """
     factories = dict(value) if isinstance(value, Mapping) else {None: value}
     if not factories or not all(callable(factory) for factory in factories.values()):

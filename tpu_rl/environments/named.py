@@ -47,8 +47,7 @@ def passed_class(name: str) -> Any:
 def load(name: str) -> Factories:
     """Return the factories of a name.
 
-    Raises:
-        InputError: if there is no such environment, or its file does not load.
+    Raises InputError if there is no such environment, or its file does not load.
     """
     family, colon, rest = name.partition(":")
     if colon and family in FAMILIES:

@@ -39,8 +39,7 @@ def has_images(value: Any) -> bool:
 def with_images(value: Any) -> dict[str, Any]:
     """Return an observation with images as {"text", "images"}, which JSON can write.
 
-    Raises:
-        ValueError: if an image has no known form, or there are too many.
+    Raises ValueError if an image has no known form, or there are too many.
     """
     texts: list[str] = []
     images: list[str] = []

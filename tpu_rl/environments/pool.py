@@ -120,7 +120,6 @@ class EnvironmentPool:
         Args:
             environment: a name, see `named.load`; or a class, or a dict of classes by the values of
                 the column `environment`, which run in this process.
-            limits: the limits of workers.
 
         Raises:
             InputError: if it does not load, or does not fulfill the contract.
@@ -153,8 +152,7 @@ class EnvironmentPool:
     def description(self, row: Mapping[str, Any]) -> Description:
         """Return the description of the class that a row belongs to.
 
-        Raises:
-            InputError: if the row's column `environment` names no class.
+        Raises InputError if the row's column `environment` names no class.
         """
         name = self._class_of(row)
         if name not in self.descriptions:
@@ -293,7 +291,7 @@ def _name_of(environment: Any) -> str:
     """Return the name of a class, or of the classes in a dict."""
     if isinstance(environment, Mapping):
         return ", ".join(map(str, environment))
-    return getattr(environment, "__name__", type(environment).__name__)
+    return user_code.name_of(environment)
 
 
 def _stop_all(running: list[_Worker | _Local]) -> None:
@@ -305,8 +303,7 @@ def _stop_all(running: list[_Worker | _Local]) -> None:
 
 
 def _nonce() -> int:
-    """Return the id of a request. No environment can guess that of another episode's request, and
-    answer it in its place."""
+    """Return the id of a request, which no environment can guess to answer in another's place."""
     return secrets.randbits(63)
 
 
@@ -330,7 +327,6 @@ class _Local:
         self._ids = itertools.count()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Future[Reply]:
-        del seconds
         future: Future[Reply] = Future()
         request["id"] = next(self._ids)
         self._host.handle(request, lambda reply: future.set_result(_as_reply(reply)))
@@ -341,10 +337,7 @@ class _Local:
 
 
 class _Worker:
-    """A worker process, and the thread that talks to it.
-
-    The process ends with the thread that started it, and the thread lives as long as the worker.
-    """
+    """A worker process, and the thread that started it and talks to it, which live equally long."""
 
     def __init__(self, environment: str, limits: EnvironmentLimits):
         self.episodes: set[int] = set()
@@ -525,12 +518,7 @@ class _Worker:
 
 
 def _as_reply(reply: Mapping[str, Any]) -> Reply:
-    """Return a reply, of which every field is checked.
-
-    Raises:
-        TypeError: if a field has another type.
-        ValueError: if a reward is no finite number.
-    """
+    """Return a reply with its fields checked. Raises TypeError or ValueError for a wrong one."""
     state = dict(reply.get("state", {}))
     fault = contract.without_surrogates(str(reply.get("fault", "")))
     if fault:

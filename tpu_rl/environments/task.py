@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def no_slices(row: Row) -> tuple[str, ...]:
     """Return no slice, for tasks that have none."""
-    del row
     return ()
 
 

@@ -57,11 +57,7 @@ def schema_of(function: Callable[..., Any], skip_first: bool = False) -> dict[st
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
-    schema = {
-        "name": function.__name__,
-        "description": sections[""],
-        "parameters": parameters,
-    }
+    schema = {"name": function.__name__, "description": sections[""], "parameters": parameters}
     returns = _return_schema(hints, sections)
     if returns is not None:
         schema["return"] = returns

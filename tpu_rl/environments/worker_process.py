@@ -176,8 +176,7 @@ class Host:
 def describe_all(factories: Factories, where: str) -> dict[str | None, contract.Description]:
     """Return the description of each factory, of an instance that is made for it.
 
-    Raises:
-        InputError: if one cannot be made or does not fulfill the contract.
+    Raises InputError if one cannot be made or does not fulfill the contract.
     """
     return {
         name: contract.describe(contract.make(factory, where), where)
@@ -193,13 +192,7 @@ def main(
     The first reply is {"descriptions": [[name, description], ...]}, {"input_error": [...]} or
     {"machine_error": [...]}.
 
-    Args:
-        requests: see `worker_child.begin`, as for the next four.
-        replies: see there.
-        crash: see there.
-        trainer: see there.
-        memory_bytes: see there.
-        environment: the environment's name, see `named.load`.
+    The arguments are those of `worker_child.begin`, and the name of the environment (`named.load`).
     """
     incoming = worker_child.begin(requests, replies, crash, trainer, memory_bytes)
     try:

@@ -78,10 +78,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
-    params: Params,
-    rows: Sequence[Row],
-    readers: AnswerReaders = AnswerReaders(),
+    engine: Engine, params: Params, rows: Sequence[Row], readers: AnswerReaders = AnswerReaders()
 ) -> Evaluation:
     """Answer each row's prompt with a group of completions, and score them.
 
@@ -91,7 +88,6 @@ def evaluate(
     Args:
         engine: its group size is the number of completions per problem. The first of its reward
             functions says which completions are correct; the others are measured.
-        params: the whole params tree.
         rows: the problems, each with a `prompt`.
         readers: read final answers, for majority votes. Those of whole groups are asked only where
             a problem has several completions.
@@ -246,10 +242,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return the chance that k of n completions, drawn without replacement, include a correct one.
 
     This estimator of pass@k is unbiased: 1 - C(n - correct, k) / C(n, k) (Chen et al. 2021, arXiv
-    2107.03374, equation 1).
-
-    Raises:
-        ValueError: if `correct` or `k` is not within n.
+    2107.03374, equation 1). Raises ValueError if `correct` or `k` is not within n.
     """
     if not (0 <= correct <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {n} completions, {correct} correct")

@@ -65,7 +65,6 @@ def reliability(p: np.ndarray, y: np.ndarray, count: int = BINS) -> list[Bin]:
     Args:
         p: [N] confidences from 0 to 1.
         y: [N] outcomes, 0 or 1.
-        count: the number of bins.
     """
     # 0.3 * 10 is a bit more than 3.
     index = np.clip(np.ceil(np.round(p * count, 9)) - 1, 0, count - 1).astype(int)

@@ -25,7 +25,6 @@ def held_out_loss(
     Args:
         log_probs: of the policy.
         rows: demonstrations.
-        tokenizer: encodes them.
         max_length: tokens of a text; longer ones are cut, as in training.
     """
     return _loss(log_probs, rows, lambda some: data.demonstrations(some, tokenizer, max_length))

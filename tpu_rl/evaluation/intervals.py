@@ -83,10 +83,8 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return the 95 % interval of a share of n trials (E. B. Wilson, JASA 22, 1927).
 
     `successes` may be fractional. A sum of numbers in [0, 1] varies at most as much as a count with
-    the same mean, so the interval is then conservative.
-
-    Raises:
-        ValueError: if `successes` is not between 0 and n.
+    the same mean, so the interval is then conservative. Raises ValueError if `successes` is not
+    between 0 and n.
     """
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes in {n} trials")
@@ -107,10 +105,7 @@ def share_interval(successes: float, n: int) -> tuple[float, float]:
     Wilson's interval covers too rarely where one to three successes, or failures, are likely. There
     its end is that of a Poisson count, chi2(0.05; 2 successes) / 2n (L. D. Brown, T. T. Cai and A.
     DasGupta, Statistical Science 16, 2001, section 4.1.1; there up to two for n <= 50). `successes`
-    may be fractional, as in `wilson`.
-
-    Raises:
-        ValueError: if `successes` is not between 0 and n.
+    may be fractional, as in `wilson`. Raises ValueError if `successes` is not between 0 and n.
     """
     low, high = wilson(successes, n)
     failures = n - successes

@@ -49,9 +49,7 @@ def ranking_accuracy(
         algorithm: its loss reports the metric preference/accuracy. Each pair is an optimizer step
             of its own, so that the metric is that of one pair.
         train_lengths: `lengths_of` training pairs, from which the rule about lengths is learned.
-        held_out: the pairs to rank.
         problems: the problem of each held-out pair.
-        mesh: the run's mesh.
         context_devices: devices that share the tokens of a packed row.
         share_prefixes: see `BatchConfig`.
     """

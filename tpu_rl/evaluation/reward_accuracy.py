@@ -86,17 +86,13 @@ class HeldOutPairs:
 
 
 def pair_judge(
-    score: reward_model.Score,
-    select: Callable[[Params], Params],
-    held_out: HeldOutPairs | None,
+    score: reward_model.Score, select: Callable[[Params], Params], held_out: HeldOutPairs | None
 ) -> Judge:
     """Return a function that computes the share of held-out pairs that the reward model ranks as
     their labels say.
 
     Args:
-        score: the model's score of completions.
         select: selects the params of the model.
-        held_out: the pairs, or None if there are none.
     """
     if held_out is None:
         return nothing_held_out("pairs")
@@ -210,10 +206,7 @@ def last_number(text: str) -> Any:
 def column_slices(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the slices of each row: its column `slice`, if it has one, and "label_flipped"."""
     return [
-        (
-            *([str(row["slice"])] if "slice" in row else []),
-            *[FLIPPED] * (FLIPPED in row),
-        )
+        (*([str(row["slice"])] if "slice" in row else []), *[FLIPPED] * (FLIPPED in row))
         for row in rows
     ]
 
@@ -253,11 +246,7 @@ def step_judge(
     Slices are the places of steps in their solution.
 
     Args:
-        model: the process reward model.
         select: selects its params from the whole tree.
-        rows: held-out rows of labeled steps.
-        tokenizer: encodes the rows.
-        max_length: tokens of a prompt with its completion.
     """
     if not rows:
         return nothing_held_out("steps")

@@ -54,8 +54,7 @@ class Constraint(NamedTuple):
 def parse(text: str, names: Sequence[str]) -> Constraint:
     """Return the constraint that a text describes, NAME<=LIMIT or NAME>=LIMIT.
 
-    Raises:
-        InputError: if it has another form, or is not about `LENGTH` or one of the `names`.
+    Raises InputError if it has another form, or is not about `LENGTH` or one of the `names`.
     """
     match = re.fullmatch(r"([^<>]+)([<>])=([^<>=]+)", text.strip())
     try:
@@ -82,8 +81,7 @@ def parse(text: str, names: Sequence[str]) -> Constraint:
 def parse_all(texts: Sequence[str], names: Sequence[str]) -> list[Constraint]:
     """Return the constraints of several texts; see `parse`.
 
-    Raises:
-        InputError: if one cannot be parsed, or two limit the same mean from the same side.
+    Raises InputError if one cannot be parsed, or two limit the same mean from the same side.
     """
     found: dict[str, Constraint] = {}
     for text in texts:
@@ -110,7 +108,6 @@ class Multipliers:
 
     def __call__(self, scored: Scored, step: int, state: TrainState) -> Scored:
         """Subtract the terms of the constraints from returns, then move the multipliers."""
-        del step, state
         # The command line reads this file, and needs no engine.
         from tpu_rl.rollout.dynamic_sampling import all_sampled
         from tpu_rl.rollout.scoring import by_episode

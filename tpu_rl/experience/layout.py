@@ -16,13 +16,7 @@ from tpu_rl.data.encoding import bucket
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding
-from tpu_rl.types import (
-    Experience,
-    Layout,
-    Pairs,
-    Rollout,
-    ScoredCompletions,
-)
+from tpu_rl.types import Experience, Layout, Pairs, Rollout, ScoredCompletions
 
 AttentionIndex = Literal["tiles", "paths", "none"]
 """The part of a layout that attention reads: `Layout.key_tiles`, `Layout.paths` or neither. Their
@@ -187,11 +181,8 @@ def _positions_with_images(
 
 
 def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader) -> Any:
-    """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile.
-
-    `tokens` are those of the data, [N, T], which count the features of `Layout.images`. See
-    `models.vision.features.two_way`.
-    """
+    """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile; see
+    `models.vision.features.two_way`. `tokens` [N, T] count the features of `Layout.images`."""
     key_tiles = np.asarray(layout.key_tiles)
     source = np.asarray(layout.source)
     ids = np.where(source >= 0, tokens.reshape(-1)[np.maximum(source, 0)], 0)
@@ -220,7 +211,6 @@ def layout_of(
     """Return the place of each token in the packed rows of the micro-batches.
 
     Args:
-        batch: the size of packed rows.
         data: a pytree with `action_mask` [N, T] and `group_id` [N].
         paths: fill `Layout.paths`.
         with_room: make room for N texts of T tokens each, so that all batches of N texts have one
@@ -238,8 +228,8 @@ def layout_of(
         micro_batch_rows=batch.rows_at_once,
         minibatches=batch.num_minibatches,
         whole_groups=isinstance(data, Pairs | ScoredCompletions),
-        parent=getattr(data, "parent", None),
-        shared=getattr(data, "shared", None),
+        parent=data.parent if isinstance(data, Rollout) else None,
+        shared=data.shared if isinstance(data, Rollout) else None,
         share_prefixes=batch.share_prefixes,
         row_limit=max(row_limit, micro_batches * batch.rows_at_once),
         paths=paths,

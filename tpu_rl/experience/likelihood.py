@@ -44,10 +44,8 @@ NAME = "likelihood"
 
 
 def tokens_up_to(ids: Sequence[int], mark: str, tokenizer: Tokenizer) -> int | None:
-    """Count the tokens that write a text up to the end of its last mark.
-
-    None if the text lacks the mark.
-    """
+    """Count the tokens that write a text up to the end of its last mark. None if the text lacks the
+    mark."""
     end = tokenizer.decode(list(ids)).rfind(mark)
     if end < 0:
         return None
@@ -61,7 +59,6 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
         rows: `ids`, the tokens of a text, `answer`, how many of the last ones are the answer, and
             `images`, the pieces of the images of `ids`, if there are any. A text that is longer
             than `columns` counts nothing.
-        columns: of the arrays.
     """
     tokens = np.zeros((len(rows), columns), np.int32)
     mask = np.zeros((len(rows), columns), bool)
@@ -80,19 +77,16 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
 
 
 def _gain(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    del returns
     return np.clip(np.exp(found).mean(1) - np.exp(alone).mean(), 0.0, 1.0)
 
 
 def _spread(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    del returns
     spreads = found.std(0)
     weights = spreads / spreads.sum() if spreads.any() else np.full(len(alone), 1 / len(alone))
     return (found - alone) @ weights
 
 
 def _consistent(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    del alone
     likelihood = np.exp(found).mean(1)
     is_right = returns > 0.5
     threshold = likelihood[is_right].mean() if is_right.any() else np.inf
@@ -111,12 +105,10 @@ def reference_likelihood(
     Args:
         config: the form of the reward, the column of the answer, and its mark.
         log_probs: of the model that says how likely an answer is.
-        tokenizer: encodes answers.
         columns: the largest number of tokens of a text.
     """
 
     def add_likelihood(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step
         rollout = scored.rollout
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)

@@ -81,10 +81,8 @@ def read_or_compute(
     """Return the log-probs of the rows' completions, and keep them in the run folder.
 
     Of the batches of `batch_size` rows, those with a new row are computed, each as it stands: the
-    last bits of a value depend on the rows beside it.
-
-    Raises:
-        InputError: if the reference changed since the run began, or is gone and a row is new.
+    last bits of a value depend on the rows beside it. Raises InputError if the reference changed
+    since the run began, or is gone and a row is new.
     """
     kept: LogProbsOfRows = {}
     keys = keys_of(rows)
@@ -135,8 +133,7 @@ def write(path: Path, model: str, log_probs: LogProbsOfRows) -> None:
 def read(path: Path) -> tuple[str, LogProbsOfRows]:
     """Return (digest of the reference, log-probs) as written.
 
-    Raises:
-        DamagedDataError: if the file cannot be read.
+    Raises DamagedDataError if the file cannot be read.
     """
     try:
         with path.open("rb") as opened, np.load(opened) as arrays:

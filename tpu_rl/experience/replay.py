@@ -36,7 +36,6 @@ class Replay:
 
     def __call__(self, scored: Scored, step: int, state: TrainState) -> Scored:
         """Add successes to groups without one, and keep those of the others."""
-        del step, state
         digests = [data.row_digest(row) for row in scored.rows]
         returns = np.asarray(scored.rewards).reshape(len(digests), -1)
         is_success = returns >= self._min_reward  # False for NaN.

@@ -44,9 +44,6 @@ def text_log_probs(
     """Return a function that computes log-probs of completions, a batch of rows at a time.
 
     Args:
-        role: the model.
-        batch: the size of a batch, and of its packed rows.
-        mesh: the run's mesh.
         attention_index: see `layout.pack_experience`.
         images: see there.
         temperature: divides the logits.

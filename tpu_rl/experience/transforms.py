@@ -145,7 +145,6 @@ def most_varied(share: float) -> Transform:
     """Build the filter `dynamic_sampling.keep_most_varied`."""
 
     def keep(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step, state
         return dynamic_sampling.keep_most_varied(scored, share)
 
     return keep
@@ -163,7 +162,6 @@ def normalized_rewards(terms: Sequence[rewards.RewardTerm]) -> Transform:
     """
 
     def normalize(scored: Scored, step: int, state: TrainState) -> Scored:
-        del state
         rollout = scored.rollout
         if np.any(np.asarray(rollout.rewards)[:, :-1] * np.asarray(rollout.action_mask)[:, 1:]):
             raise InputError(
@@ -205,8 +203,7 @@ class AddedRow:
 def text_of_column(row: Row, column: str) -> str:
     """Return the text that a data row has in a column.
 
-    Raises:
-        InputError: if the column is missing or holds no text.
+    Raises InputError if the column is missing or holds no text.
     """
     text = row.get(column)
     if not isinstance(text, str) or not text:
@@ -222,8 +219,7 @@ def text_of_column(row: Row, column: str) -> str:
 def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
     """Encode the completion that a data row has in a column, with its end-of-sequence token.
 
-    Raises:
-        InputError: if the column is missing or holds no text.
+    Raises InputError if the column is missing or holds no text.
     """
     text = text_of_column(row, column)
     return AddedRow([*tokenizer.encode(text), tokenizer.eos_ids[0]], text)
@@ -233,7 +229,6 @@ def expert_of_column(column: str, tokenizer: Tokenizer) -> Transform:
     """Build the transform that adds the text of a column to each group, as an expert's row."""
 
     def add_expert(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step, state
         experts = [[row_of_column(row, column, tokenizer)] for row in scored.rows]
         return add_rows(scored, experts, RowSource.EXPERT)
 
@@ -243,8 +238,7 @@ def expert_of_column(column: str, tokenizer: Tokenizer) -> Transform:
 def read_texts(path: str) -> data.StoredRows:
     """Return the rows of a file that SFT reads: texts, prompts with completions, or conversations.
 
-    Raises:
-        InputError: if the file cannot be read, or has other rows.
+    Raises InputError if the file cannot be read, or has other rows.
     """
     is_chat = "messages" in data.first_row(path)
     return data.read(path, ("messages",) if is_chat else ("prompt", "completion"))
@@ -263,7 +257,6 @@ def text_of_file(path: str, tokenizer: Tokenizer) -> Transform:
         return np.random.default_rng(epoch).permutation(len(rows))
 
     def add_texts(scored: Scored, step: int, state: TrainState) -> Scored:
-        del state
         columns = np.asarray(scored.rollout.tokens).shape[1]
         texts = []
         for number in range(step * len(scored.rows), (step + 1) * len(scored.rows)):
@@ -288,7 +281,6 @@ def add_rows(
     nothing; the console says so.
 
     Args:
-        scored: completions of single turns.
         rows_of_groups: for each group, in order, its further rows.
         source: whose they are.
 

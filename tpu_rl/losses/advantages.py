@@ -234,10 +234,7 @@ def gae(
         next_value, next_advantage = carry
         reward, value, chosen = token
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        carry = (
-            jnp.where(chosen, value, next_value),
-            jnp.where(chosen, advantage, next_advantage),
-        )
+        carry = (jnp.where(chosen, value, next_value), jnp.where(chosen, advantage, next_advantage))
         return carry, jnp.where(chosen, advantage, 0.0)
 
     start = (last_values, jnp.zeros_like(last_values))
@@ -467,12 +464,7 @@ def per_token(
 
 
 def per_state(
-    advantage: Advantage,
-    returns: Array,
-    tokens: Array,
-    mask: Array,
-    group_id: Array,
-    scored: Array,
+    advantage: Advantage, returns: Array, tokens: Array, mask: Array, group_id: Array, scored: Array
 ) -> Array:
     """Compare the returns of turns that answer the same observation, within a group, [N, T].
 
@@ -574,18 +566,13 @@ def episode_lengths(starts: Array, ends: Array, episode_id: Array) -> Array:
 
 
 def _episode_segments(episode_id: Array) -> Array:
-    """Compute the number of each row's episode in the order of rows, from 0, [N].
-
-    Padding rows at the end may have any id: rows that are no neighbors are no episode.
-    """
+    """Number the episodes of rows in order, [N]. Padding at the end may have any id."""
     return jnp.cumsum(jnp.pad(episode_id[1:] != episode_id[:-1], (1, 0)))
 
 
 def _of_next_row(values: Array, decay: Array, episode_id: Array) -> Array:
-    """Compute x of the row after each row of an episode, 0 after its last, [N].
-
-    x is values + decay x of the next row. All arrays are [N].
-    """
+    """Compute x of each row's next row in its episode, [N], 0 after the last: x = values + decay
+    next x."""
     continues = jnp.pad(episode_id[1:] == episode_id[:-1], (0, 1))
 
     def step(following: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:

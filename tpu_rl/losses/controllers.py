@@ -50,13 +50,11 @@ def moving_reference(every: int, mix: float = 1.0, role: str = "reference") -> C
     """
 
     def init_state(params: Params) -> Array:
-        del params
         return jnp.zeros((), jnp.int32)
 
     def after_update(
         params: Params, updates: Array, metrics: dict[str, Array]
     ) -> tuple[Params, Array]:
-        del metrics
         is_due = (updates + 1) % every == 0
 
         def move(old: Array, new: Array) -> Array:

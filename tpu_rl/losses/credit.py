@@ -119,7 +119,6 @@ def credited_advantages(
         reward    the sum from turn k on of the advantages of rewards among all turns of the group
 
     Args:
-      rollout: the completions.
       rewards: [N, T], from which returns of turns are computed.
       returns: [N], the sums of the rows' rewards.
       advantage: a group baseline, e.g. `advantages.group_scaled`.
@@ -163,10 +162,8 @@ def credited_advantages(
 def compared_turns(
     rollout: Rollout, credit: Credit, separators: tuple[int, ...] = ()
 ) -> Array | None:
-    """Give 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T].
-
-    None if a group compares episodes, or all turns with each other.
-    """
+    """Give 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T]. None if a
+    group compares episodes, or all turns with each other."""
     mask = rollout.action_mask
     group_id = rollout.group_id
     scored = learned_tokens(rollout).any(-1)

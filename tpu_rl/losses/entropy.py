@@ -83,7 +83,6 @@ def top_entropy_tokens(share: float) -> Part:
         return draft.with_fields(high_entropy=draft.layout.pack(high)), state
 
     def losses(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        del log_probs
         high = batch.high_entropy
         assert high is not None
         share = masked.average(high, batch.weights["policy"] > 0)
@@ -119,7 +118,6 @@ def temperature_controller(target: float) -> Controller:
     """
 
     def init_state(params: Params) -> Array:
-        del params
         return jnp.ones((), jnp.float32)
 
     def after_update(

@@ -33,7 +33,6 @@ def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) 
     itself elsewhere, [R, S] int32, without gradients."""
 
     def likeliest(tokens: Array, states: Array) -> Array:
-        del tokens
         return jnp.argmax(role.logits(params, states), axis=-1).astype(jnp.int32)
 
     hidden = jax.lax.stop_gradient(role.hidden(params, rows))
@@ -48,9 +47,7 @@ def mixed_log_probs(
     """Compute the log-probs of tokens after mixed inputs, [R, S].
 
     Args:
-      role: the policy.
       params: the whole params tree, of which `name` is the role's entry.
-      rows: packed rows.
       mask: [R, S] bool, the learned tokens.
       name: of the role's entry.
     """

@@ -58,9 +58,6 @@ def token_log_probs(
     something else too (a value head), compute them once and call `log_probs_of_hidden`.
 
     Args:
-      role: the model.
-      params: the whole params tree.
-      rows: packed rows.
       temperature: divides the logits.
       entropy_gradient: whether gradients flow through the entropy.
       chunk_tokens: tokens whose logits a device holds at once; chosen if not given.
@@ -148,7 +145,6 @@ def log_collision(role: Role, params: Params, hidden: Array, rows: PackedRows) -
     """
 
     def chunk_collision(tokens: Array, states: Array) -> Array:
-        del tokens
         return jax.nn.logsumexp(2.0 * jax.nn.log_softmax(role.logits(params, states)), axis=-1)
 
     chunk_tokens = tokens_at_once(vocabulary(role, params, hidden))
@@ -195,7 +191,6 @@ def over_actions(
     Args:
       function: (tokens [R, C], *states [R, C, D]) -> a pytree of [R, C, ...]. The states are those
         of `hidden` that predict the tokens.
-      rows: packed rows.
       *hidden: hidden states [R, S, D] of one model or of several.
       chunk_tokens: size of a chunk per device. Rows are spread over all devices and stay whole, so
         that their sharding does too.
@@ -263,12 +258,8 @@ def _over_chunks(
     weights: tuple[Array, ...],
     hidden: tuple[Array, ...],
 ) -> Any:
-    """Apply function(tokens, *states, *weights) to each chunk.
-
-    `tokens` and `previous` are [chunks, R, C] and the result is [chunks, R, C, ...]. A
-    rematerialized scan would have the same gradient. But it would add up the gradient of weights in
-    bfloat16, and that of hidden states with one array of their whole size per chunk.
-    """
+    """Apply function(tokens, *states, *weights) to chunks [chunks, R, C]. A rematerialized scan
+    would add up gradients of weights in bfloat16, and keep one of hidden states per chunk."""
 
     @jax.custom_vjp
     def run(weights: tuple[Array, ...], hidden: tuple[Array, ...]) -> Any:
@@ -312,9 +303,8 @@ def _gradients(
     gradient: Any,
 ) -> tuple[Any, Any]:
     """Compute the gradients of `weights` and `hidden`, None for those that are not `learned`.
-
-    `chunks` are the tokens and their previous slots, and `gradient` is that of the stacked outputs.
-    """
+    `chunks` are the tokens and their previous slots, and `gradient` is that of the stacked
+    outputs."""
 
     def materialize(x: Any) -> Array:
         if not isinstance(x, SymbolicZero):
@@ -407,11 +397,8 @@ def _log_probs_with_residuals(
 def _log_probs_of_logits_gradient(
     exact: bool, residuals: Any, gradients: tuple[Any, Any]
 ) -> tuple[Array, None]:
-    """Compute the gradient of the logits, without a scatter into the vocabulary.
-
-    d log p(token) / d z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H).
-    """
-    del exact
+    """Compute the gradient of the logits, without a scatter into the vocabulary. d log p(token) / d
+    z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H)."""
     logits, tokens, log_normalizer, entropy = residuals
     log_prob_gradient, entropy_gradient = gradients
     log_p = logits - log_normalizer[..., None]

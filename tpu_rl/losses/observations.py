@@ -65,7 +65,6 @@ def observation_loss(coef: float) -> Part:
         return coef * mean
 
     def losses(log_probs: Array, batch: PolicyBatch) -> Array:
-        del batch
         return -log_probs
 
     part = weighted_term("observation", weights, losses)

@@ -233,7 +233,6 @@ def weighted_term(
     """
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         packed = draft.layout.pack(weights(draft.rollout, draft.layout))
         return batch.with_weights(**{name: packed})
 

@@ -50,10 +50,8 @@ def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
 
 
 def clipped_loss(ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> Array:
-    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
-
-    PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO.
-    """
+    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). PPO (arXiv 1707.06347, eq.
+    7), with separate bounds as in DAPO."""
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 
@@ -98,7 +96,6 @@ def clipped_surrogate(
     dual_clip: float | None = None,
 ) -> Surrogate:
     """Compute PPO's and GRPO's surrogate: the clipped ratio of each token."""
-    del rows
     return clipped_ratio_surrogate(
         importance_ratio(log_probs, old_log_probs),
         advantages,
@@ -122,7 +119,6 @@ def policy_loss(
 
     Args:
       policy: log-probs [R, S] under the params being trained.
-      batch: the micro-batch.
       surrogate: the losses of tokens.
       parts: in the order of their effects.
       params: the whole params tree, for parts with models of their own.
@@ -217,7 +213,6 @@ def unclipped(
     log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows
 ) -> Surrogate:
     """Compute -ratio A of each token."""
-    del rows
     ratio = importance_ratio(log_probs, old_log_probs)
     return Surrogate(-ratio * advantages, ratio)
 

@@ -11,13 +11,13 @@ Deviation: log-probs are at the sampling temperature, as those of the policy's o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import Part, PolicyBatch, actions_of, weighted_term
-from tpu_rl.ranges import NotNegative
+from tpu_rl.ranges import Needs, NotNegative
 from tpu_rl.types import Array, Layout, Rollout, RowSource
 
 
@@ -25,21 +25,11 @@ from tpu_rl.types import Array, Layout, Rollout, RowSource
 class PretrainingMix(ranges.Checked):
     """Settings of every method that can go on imitating texts."""
 
-    pretraining_path: str | None = None
+    pretraining_path: Annotated[str | None, Needs("pretraining_coef")] = None
     """File of texts, or of rows for SFT, that the policy goes on imitating: one for each prompt of
     a step, in an order of its own (PPO-ptx)."""
-    pretraining_coef: NotNegative = 0.0
+    pretraining_coef: Annotated[NotNegative, Needs("pretraining_path")] = 0.0
     """Coefficient of the texts' negative log-likelihood per token."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (self.pretraining_coef > 0) != bool(self.pretraining_path):
-            raise InputError(
-                f"texts to imitate {self.pretraining_path} have the coefficient "
-                f"{self.pretraining_coef:g}",
-                where="--algorithm.pretraining-path, --algorithm.pretraining-coef",
-                fix="give a file and a coefficient above 0, e.g. 0.05, or none of the two",
-            )
 
     def with_texts(self, spec: ExperienceSpec) -> ExperienceSpec:
         """Add a text to each group, if there is a file of them."""
@@ -61,7 +51,6 @@ def text_mix(coef: float) -> Part:
         return coef * mean
 
     def losses(log_probs: Array, batch: PolicyBatch) -> Array:
-        del batch
         return -log_probs
 
     return weighted_term("pretraining", weights, losses)

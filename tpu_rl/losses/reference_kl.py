@@ -137,7 +137,6 @@ def kl_to_reference(config: ReferenceKl, reference: Role) -> Part:
         return draft.with_fields(reference_log_probs=log_probs), state
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del draft
         if not adapts:
             return batch
         return batch.with_weights(kl=batch.weights["policy"] * state)
@@ -246,7 +245,6 @@ def kl_scale_controller(target: float, horizon: float) -> Controller:
     """Make the controller of the scale of the KL coefficients, see `adapted_kl_scale`."""
 
     def init_state(params: Params) -> Array:
-        del params
         return jnp.ones((), jnp.float32)
 
     def after_update(
@@ -277,13 +275,11 @@ def stagnation_controller(patience: int) -> Controller:
     """
 
     def init_state(params: Params) -> Stagnation:
-        del params
         return Stagnation(jnp.asarray(-jnp.inf, jnp.float32), jnp.zeros((), jnp.float32))
 
     def after_update(
         params: Params, state: Stagnation, metrics: dict[str, Array]
     ) -> tuple[Params, Stagnation]:
-        del metrics
         is_due = state.batches >= patience
         moved = jax.tree.map(
             lambda old, new: jnp.where(is_due, new, old), params["reference"], params["policy"]

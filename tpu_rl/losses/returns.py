@@ -58,7 +58,6 @@ def normalized_by_deviation(clip: float) -> Part:
     """Make the part "returns", which divides rewards by the running deviation of returns."""
 
     def init_state(params: Params) -> RunningReturns:
-        del params
         return RunningReturns(*jnp.zeros((3,), jnp.float32))
 
     def draft(draft: Draft, state: RunningReturns) -> tuple[Draft, RunningReturns]:

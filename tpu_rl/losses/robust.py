@@ -56,7 +56,6 @@ def robust_prompts(config: RobustSettings) -> Part:
     """Make the part that weighs prompts as in the worst case, see `worst_prompts`."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         rollout, layout = draft.rollout, draft.layout
         mask = learned_tokens(rollout)
         factors = worst_prompts(
@@ -147,11 +146,9 @@ def worst_case_by_step(losses: Array, weights: Array, radius: float, ball: Ball 
 
     `radius` is that of total variation; for kl and chi_square the coefficient of the divergence.
     """
-    function = {
-        "tv": worst_case_weights,
-        "kl": tilted_weights,
-        "chi_square": chi_square_weights,
-    }[ball]
+    function = {"tv": worst_case_weights, "kl": tilted_weights, "chi_square": chi_square_weights}[
+        ball
+    ]
     return jax.vmap(lambda loss, weight: function(loss, weight, radius))(losses, weights)
 
 

@@ -148,10 +148,7 @@ def correction(config: SamplerCorrection) -> Part:
         fields = {} if old is None else {"old_log_probs": old}
         if weights.importance is not None:
             fields["importance"] = layout.pack(weights.importance)
-        shares = {
-            "policy/importance_capped": weights.capped,
-            "policy/rejected": weights.rejected,
-        }
+        shares = {"policy/importance_capped": weights.capped, "policy/rejected": weights.rejected}
         shares = {name: values for name, values in shares.items() if values is not None}
         draft = draft._replace(
             learned=weights.keep(draft.learned), shares={**draft.shares, **shares}
@@ -213,7 +210,6 @@ def correct(
 
     Args:
       config: what to compute.
-      rollout: the completions.
       layout: their places in packed rows.
       actions: [N, T] bool, the actions of the policy's own rows.
       old: packed log-probs of the old policy; None: the sampler's.
@@ -261,10 +257,8 @@ def importance_weights(
 
 
 def is_near(config: SamplerCorrection, log_ratio: Array, actions: Array) -> Array:
-    """Say where the distance from the sampler is in range, [N, T] bool.
-
-    `log_ratio` is that of `importance_weights`.
-    """
+    """Say where the distance from the sampler is in range, [N, T] bool. `log_ratio` is that of
+    `importance_weights`."""
     level, estimator = config.rejection.rsplit("_", 1)
     distance = {
         "k1": -log_ratio,

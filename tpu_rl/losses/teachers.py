@@ -28,14 +28,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.errors import InputError
 from tpu_rl.losses import divergences
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
-from tpu_rl.types import Array, PackedRows, Params, Role, Roles
+from tpu_rl.types import Array, PackedRows, Params, Role, Roles, Sampling
 
 LEAST_ALPHA = 1e-3
 """The paper's epsilon. Where two models agree, the target is nearly the first of them."""
 LEAST_REST = 1e-7
 """The least probability of all tokens but the top of a served teacher, whose sum is rounded."""
+
+
+def require_distributions(sampling: Sampling) -> None:
+    """Raise InputError if the sampler is greedy: there is no distribution to compare."""
+    if sampling.temperature <= 0:
+        raise InputError(
+            "distributions are compared at a temperature above 0",
+            where="--sampling.temperature",
+            fix="use 1.0",
+        )
 
 
 class Target(NamedTuple):
@@ -104,10 +115,8 @@ def compose(name: str, alpha: float, adaptive: bool = False, tvd_half: bool = Tr
 
 
 def shared_vocabulary(logits: Mapping[str, Array]) -> dict[str, Array]:
-    """Cut all logits to the smallest vocabulary.
-
-    Models with the same tokenizer differ only in how far they pad the vocabulary.
-    """
+    """Cut all logits to the smallest vocabulary. Models with the same tokenizer differ only in how
+    far they pad the vocabulary."""
     size = min(role_logits.shape[-1] for role_logits in logits.values())
     return {name: role_logits[..., :size] for name, role_logits in logits.items()}
 
@@ -141,8 +150,6 @@ def compare(
 
     Args:
       roles: "policy" and the roles that the teacher is made of.
-      params: the whole params tree.
-      rows: packed rows.
       teacher: function from the roles' logits to the target.
       beta: see `divergences.jensen_shannon`.
       temperature: divides all logits.
@@ -178,9 +185,6 @@ def compare_with_top(
     """Compute the divergence of `compare` with `top_k` at temperature 1 from a teacher's top alone.
 
     Args:
-      policy: the role that learns.
-      params: the whole params tree.
-      rows: packed rows.
       ids: [R, S, k] the teacher's likeliest tokens in the place of each token.
       log_probs: [R, S, k] float32, theirs.
       beta: see `divergences.jensen_shannon`.

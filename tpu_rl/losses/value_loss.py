@@ -14,10 +14,9 @@ from flax import struct
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import RoleSpec
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import predicting
-from tpu_rl.ranges import In, Positive, Share
+from tpu_rl.ranges import Conflicts, In, Positive, Share
 from tpu_rl.types import Array, Layout, Metrics, PackedRows, Params, Role, Sum
 
 
@@ -25,7 +24,10 @@ from tpu_rl.types import Array, Layout, Metrics, PackedRows, Params, Role, Sum
 class Critic:
     """The value function. Values are in units of reward."""
 
-    trunk: Literal["own", "shared"] = "own"
+    trunk: Annotated[
+        Literal["own", "shared"],
+        Conflicts("model", when="shared", why="the policy's trunk starts as the policy"),
+    ] = "own"
     """own: a whole model beside the policy. shared: a head on the policy's hidden states, which
     then learn from both losses."""
     model: str | None = None
@@ -50,12 +52,6 @@ class Critic:
 
     def __post_init__(self):
         ranges.check(self, "--algorithm.critic")
-        if self.trunk == "shared" and self.model is not None:
-            raise InputError(
-                "a critic on the policy's trunk cannot start as another model",
-                where="--algorithm.critic.model",
-                fix="use --algorithm.critic.trunk own",
-            )
 
     @property
     def spec(self) -> RoleSpec:

@@ -20,6 +20,7 @@ from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.models.layers import ACTIVATIONS, RopeConfig
 from tpu_rl.models.vision import config as vision_config
+from tpu_rl.plain_values import fields_of
 from tpu_rl.ranges import CountOrNone, Needs, Positive
 
 WEIGHT_AXES: dict[str, tuple[str, ...]] = {
@@ -671,7 +672,7 @@ class DecoderConfig:
         full = self.attention.full
         if full is None and not reuses_keys:
             return self
-        heads = vars(full) if full is not None and layer_type == "full" else {}
+        heads = fields_of(full) if full is not None and layer_type == "full" else {}
         attention = dataclasses.replace(self.attention, full=None, reuses_keys=reuses_keys, **heads)
         mlp = self.mlp
         if reuses_keys and self.reusing_mlp_size is not None:

@@ -125,11 +125,9 @@ class Context(NamedTuple):
 
 
 def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of the random weight `name`, which has a shape in its layer.
-
-    It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
-    of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
-    """
+    """Return the standard deviation of the random weight `name`, which has a shape in its layer. It
+    is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number of
+    branches (GPT-2), so that the size of the residual stream does not grow with the depth."""
     if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
     if name in UNIT_SIZE:
@@ -317,10 +315,7 @@ def low_rank(
     """Return the output of the adapter of a weight for x [B, T, inputs].
 
     Args:
-        config: the model.
         equation: the einsum of x and the weight.
-        x: the inputs.
-        name: the weight.
         a: the adapter's A; with `adapter_rows`, one for each of the B rows.
         b: the adapter's B, likewise.
     """
@@ -344,7 +339,6 @@ def by_row(
     """Return function(*inputs, *weights), of each row and its own weights with `adapter_rows`.
 
     Args:
-        config: the model.
         function: maps inputs [B, ...] and weights to outputs [B, ...].
         inputs: arrays [B, ...].
         weights: the same for all rows; with `adapter_rows`, arrays [B, ...] of one for each.
@@ -633,9 +627,8 @@ class Layer(Weights):
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
     ) -> tuple[Array, Array | None, Array | None, Array | None]:
-        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D], and the gate
-        [B, T, H, E] of `AttentionConfig.gated` or None. Key and value are None if they are reused.
-        """
+        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D], and the gate [B, T,
+        H, E] of `AttentionConfig.gated` or None. Key and value are None if they are reused."""
         config = self.config.attention
         gate = None
         if config.gated:
@@ -1129,11 +1122,8 @@ def cached_context(
     stacks: dict[str, dict[str, Array]] | None = None,
     rotary_positions: Array | None = None,
 ) -> Context:
-    """Return the context of new tokens that attend to a cache.
-
-    `lengths` and `commit` [B] are the numbers of tokens committed before and now. For
-    `rotary_positions` see `packed_context`.
-    """
+    """Return the context of new tokens that attend to a cache. `lengths` and `commit` [B] are the
+    numbers of tokens committed before and now. For `rotary_positions` see `packed_context`."""
     keys = {layer_type: view.keys for layer_type, view in views.items()}
     sequences = None
     if config.is_recurrent:
@@ -1253,13 +1243,7 @@ def _extend(
     queries = kv_cache.query_index(lengths, positions, branch_ids)
     views = {
         layer_type: kv_cache.view(
-            config,
-            layer_type,
-            lengths,
-            commit,
-            stack["v"].shape[3],
-            queries,
-            branch_ids,
+            config, layer_type, lengths, commit, stack["v"].shape[3], queries, branch_ids
         )
         for layer_type, stack in stacks.items()
         if layer_type not in (ROUTING, RECURRENT)
@@ -1303,7 +1287,6 @@ def decoder(config: DecoderConfig) -> Model:
         return unembed(config, params, hidden)
 
     def init_cache(params: Params, rows: int, length: int) -> Any:
-        del params
         return kv_cache.init_cache(config, rows, length)
 
     def extend(params: Params, cache: Any, *arguments: Any, **named: Any) -> tuple[Array, Any]:

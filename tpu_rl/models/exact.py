@@ -72,9 +72,7 @@ def mean(x: Array) -> Array:
 
 def whole_tiles(count: int, rows: int = 1) -> int:
     """Return the smallest n >= count for which the last tile of n * rows rows is no short one.
-
-    Short tiles have one, two or three of `TILE_ROWS` rows.
-    """
+    Short tiles have one, two or three of `TILE_ROWS` rows."""
     return next(n for n in itertools.count(count) if n * rows % TILE_ROWS not in (1, 2, 3))
 
 
@@ -194,16 +192,12 @@ def unembed(hidden: Array, matrix: Array) -> Array:
     )
 
 
-def _unembed_forward(hidden: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
-    return unembed(hidden, matrix), (hidden, matrix)
-
-
 def _unembed_backward(terms: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     _, pull_back = jax.vjp(functools.partial(_float32_einsum, UNEMBED), *terms)
     return pull_back(gradient)
 
 
-unembed.defvjp(_unembed_forward, _unembed_backward)
+unembed.defvjp(lambda *inputs: (unembed(*inputs), inputs), _unembed_backward)
 
 
 UNEMBED = "btd,vd->btv"
@@ -221,10 +215,8 @@ def cpu_unembed(hidden: Array, matrix: Array) -> Array:
 
 
 def blocked_unembed(hidden: Array, matrix: Array) -> Array:
-    """Return the logits that `unembed` computes on TPUs.
-
-    The last block of rows may repeat some of the block before it.
-    """
+    """Return the logits that `unembed` computes on TPUs. The last block of rows may repeat some of
+    the block before it."""
     matrix = constrain(matrix, ["vocab", None])
     size, width = matrix.shape
     shards = spread("vocab", size)

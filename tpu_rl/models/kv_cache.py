@@ -56,10 +56,8 @@ def ring_size(sliding_window: int) -> int:
 
 
 def ring_size_of(config: DecoderConfig, layer_type: str) -> int | None:
-    """Return the ring size of a layer type, or None if each token has its own place.
-
-    With `DecoderConfig.exact` every token has, because a ring holds keys in another order.
-    """
+    """Return the ring size of a layer type, or None if each token has its own place. With
+    `DecoderConfig.exact` every token has, because a ring holds keys in another order."""
     if config.exact:
         return None
     sliding_window = config.attention.sliding_window
@@ -292,10 +290,8 @@ def ring_view(lengths: Array, commit: Array, capacity: int, new: TokenIndex) -> 
 
 
 def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
-    """Return the index of the tokens with numbers `index` [B, S], committed or new.
-
-    Numbers that no token has get segment 0, and are visible to none.
-    """
+    """Return the index of tokens `index` [B, S], committed or new; segment 0 where there is
+    none."""
     num_new = new.index.shape[1]
     # 0 for the first new token, negative for committed ones.
     offset = index - lengths[:, None]
@@ -308,10 +304,7 @@ def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
     # Committed tokens are visible to all new ones.
     until = select(lengths[:, None] + num_new, new.visible_until)
     return TokenIndex(
-        index,
-        select(index, new.positions),
-        jnp.int32(exists),
-        jnp.where(exists, until, 0),
+        index, select(index, new.positions), jnp.int32(exists), jnp.where(exists, until, 0)
     )
 
 

@@ -403,10 +403,7 @@ def _product_forward(
 
 
 def _product_backward(
-    equation: str,
-    einsum: Einsum,
-    residuals: tuple[Array, Array, tuple | None],
-    gradient: Array,
+    equation: str, einsum: Einsum, residuals: tuple[Array, Array, tuple | None], gradient: Array
 ) -> tuple[Any, Any]:
     x, weight, trainable = residuals
     inputs, _, output_axes = equation.partition("->")
@@ -436,8 +433,7 @@ def gradient_barrier(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 gradient_barrier.defvjp(
-    lambda arrays: (arrays, None),
-    lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
+    lambda arrays: (arrays, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
 )
 
 

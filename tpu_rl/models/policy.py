@@ -148,11 +148,7 @@ def with_exact_sampling(model: Model) -> Model:
     """Return the model whose cached and packed tokens have logits of equal bits (see
     `DecoderConfig.exact`)."""
     attention = replace(
-        model.config.attention,
-        kernel="none",
-        gpu_decode="none",
-        cpu_cache=False,
-        pairs_heads=False,
+        model.config.attention, kernel="none", gpu_decode="none", cpu_cache=False, pairs_heads=False
     )
     return decoder(replace(model.config, attention=attention, exact=True))
 

@@ -22,14 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models.config import (
-    BLOCK_SCALE,
-    QUANTIZED,
-    SCALE,
-    WeightDtype,
-    matrix_axes,
-    nf4_block,
-)
+from tpu_rl.models.config import BLOCK_SCALE, QUANTIZED, SCALE, WeightDtype, matrix_axes, nf4_block
 
 Array = jax.Array
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from tpu_rl.algorithm_spec import RoleSpec
+from tpu_rl.plain_values import fields_of
 from tpu_rl.proofs import tiny
 from tpu_rl.proofs.cases import Case
 from tpu_rl.train import update_step as training
@@ -92,8 +93,7 @@ class Battery:
         return jax.jit(function, compiler_options=tiny.QUICKLY)
 
     def batch(self, data: Any, **cut: Any) -> Any:
-        """Make the [K, R, S] batch of the only optimizer step on the data, packed as `cut`
-        says."""
+        """Make the [K, R, S] batch of the only optimizer step on the data, packed as `cut` says."""
         experience = tiny.experience(data, **cut)
         params = self.params | {"probe": _zero_probe(experience.layout.source)}
         return training.minibatch(jax.device_get(self._make_batch(experience, params)), 0)
@@ -170,10 +170,8 @@ def _reduced(metrics: list[Metrics]) -> dict[str, float]:
 
 
 def _refill(batch: Any, rows: int, slots: int, actions: int) -> Any:
-    """Fill micro-batches with empty rows, and rows with padding, to [K, rows, slots].
-
-    `actions` is the length of the lists in `PackedRows.actions`.
-    """
+    """Fill micro-batches with empty rows, and rows with padding, to [K, rows, slots]. `actions` is
+    the length of the lists in `PackedRows.actions`."""
 
     def fill(x: np.ndarray) -> np.ndarray:
         return np.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, slots - x.shape[2])])
@@ -301,7 +299,7 @@ def nothing_under_the_mask_is_read(battery: Battery) -> None:
     data = battery.case.data()
     per_token = {
         key: x
-        for key, x in vars(data).items()
+        for key, x in fields_of(data).items()
         if x is not None and x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
     }
     spoiled = data.replace(

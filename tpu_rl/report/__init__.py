@@ -13,12 +13,7 @@ html_page         the frame of the page
 plots             PNG files
 """
 
-from tpu_rl.report.notebook import charts_of as charts_of
-from tpu_rl.report.notebook import page_of as page_of
-from tpu_rl.report.page import FILE as FILE
-from tpu_rl.report.page import build_page as build_page
-from tpu_rl.report.page import plot_learning_curve as plot_learning_curve
-from tpu_rl.report.page import write_failure as write_failure
-from tpu_rl.report.page import write_report as write_report
-from tpu_rl.report.run_data import GUIDED_FILE as GUIDED_FILE
-from tpu_rl.report.several import build_comparison as build_comparison
+from tpu_rl.report.notebook import charts_of, page_of
+from tpu_rl.report.page import FILE, build_page, plot_learning_curve, write_failure, write_report
+from tpu_rl.report.run_data import GUIDED_FILE
+from tpu_rl.report.several import build_comparison

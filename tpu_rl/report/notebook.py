@@ -37,8 +37,7 @@ def page_of(folders: Sequence[Path]) -> Page:
 def charts_of(folders: Sequence[Path], metrics: Sequence[str]) -> Page:
     """Return charts with a line for each run: of some metrics, or of what runs are judged by.
 
-    Raises:
-        InputError: if no run has one of them.
+    Raises InputError if no run has one of them.
     """
     runs = [read_run(folder) for folder in folders]
     available = dict.fromkeys(name for run in runs for name in run.metric_names())

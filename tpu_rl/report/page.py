@@ -84,7 +84,6 @@ def write_report(run_dir: str | os.PathLike[str], *, live: bool = False) -> None
     """Write report.html into a run folder.
 
     Args:
-        run_dir: the run folder.
         live: whether the run is on. Then the page says so, and reloads itself.
 
     Raises:
@@ -108,7 +107,6 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
     """Return the page of a run as HTML.
 
     Args:
-        run_dir: the run folder.
         refresh_seconds: after how long the page reloads itself if the run is not finished.
 
     Raises:
@@ -166,8 +164,7 @@ def _write(folder: Path, page: str) -> None:
 def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.PathLike[str]) -> None:
     """Write the report's headline chart as a PNG.
 
-    Raises:
-        InputError: if the run has neither evaluations nor a loss.
+    Raises InputError if the run has neither evaluations nor a loss.
     """
     run = read_run(Path(run_dir))
     series, kind = _headline_series(run)
@@ -348,11 +345,7 @@ def lines_html(chart: Chart, series: Iterable[Series | None], pages: Sequence[in
     if not lines:
         return ""
     drawing = charts.line_chart(
-        lines,
-        percent=chart.percent,
-        log=chart.log,
-        resolution=chart.resolution,
-        pages=pages,
+        lines, percent=chart.percent, log=chart.log, resolution=chart.resolution, pages=pages
     )
     return html_page.figure_html(chart.title, chart.note, drawing)
 
@@ -381,10 +374,7 @@ def _learning(run: Run) -> str:
 
 
 HELD_OUT_LOSS_CHART = Chart(
-    "Held-out loss",
-    "Nats per token. Band: 95 % interval.",
-    {HELD_OUT_LOSS: ""},
-    has_band=True,
+    "Held-out loss", "Nats per token. Band: 95 % interval.", {HELD_OUT_LOSS: ""}, has_band=True
 )
 HELD_OUT_REWARD_CHART = Chart(
     "Reward on held-out problems",
@@ -466,10 +456,8 @@ def _reward_chart(run: Run) -> str:
 
 
 def _band(mean: np.ndarray, spread: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the 95 % interval of each step's mean of n rewards.
-
-    The spread of zeros and ones is sqrt(mean (1 - mean)). They have the interval of a share.
-    """
+    """Return the ends of the 95 % interval of each step's mean of n rewards. The spread of zeros
+    and ones is sqrt(mean (1 - mean)). They have the interval of a share."""
     half = NORMAL_95 * spread / np.sqrt(n)
     low = mean - half
     high = mean + half
@@ -559,11 +547,8 @@ def _time_chart(run: Run) -> str:
 
 
 def _completions(run: Run, extremes: str) -> str:
-    """Return links to completions (`extremes`) and a table of early and late ones, as HTML.
-
-    It has the same prompts on both sides where prompts recur, and otherwise prompts of the first
-    and of the last steps.
-    """
+    """Return links to completions (`extremes`) and a table of early and late ones, of the same
+    prompts where they recur, as HTML."""
     links = completion_pages.step_links(run.page_steps)
     if not run.early:
         return f"<section><h2>Completions</h2>{links}{extremes}</section>" if links else ""

@@ -35,7 +35,6 @@ def build_comparison(
     """Return the page of several runs as HTML.
 
     Args:
-        run_dirs: their folders.
         refresh_seconds: after how long the page reloads itself if a run is not finished.
 
     Raises:
@@ -44,9 +43,7 @@ def build_comparison(
     """
     if not 2 <= len(run_dirs) <= MOST:
         raise InputError(
-            f"{len(run_dirs)} runs on one page",
-            where="RUN_DIR ...",
-            fix=f"name 2 to {MOST}",
+            f"{len(run_dirs)} runs on one page", where="RUN_DIR ...", fix=f"name 2 to {MOST}"
         )
     runs = [read_run(Path(folder), live=refresh_seconds is not None) for folder in run_dirs]
     names = names_of([Path(folder) for folder in run_dirs])

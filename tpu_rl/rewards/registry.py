@@ -33,8 +33,7 @@ def reward_functions(
 def displayed(total: Sequence[RewardTerm]) -> tuple[RewardTerm, ...]:
     """Return terms with display names, which are the names of `reward_functions`.
 
-    Raises:
-        InputError: if two rewards have the same display name.
+    Raises InputError if two rewards have the same display name.
     """
     paths: dict[str, str] = {}
     for name in terms.names_of(total):
@@ -67,8 +66,7 @@ def files(names: Sequence[str]) -> list[str]:
 def settings_of(name: str) -> tuple[str, dict[str, str]]:
     """Return the name and the settings of `NAME(KEY=VALUE, ...)`; no settings for other names.
 
-    Raises:
-        InputError: if the settings of a built-in reward cannot be read.
+    Raises InputError if the settings of a built-in reward cannot be read.
     """
     base, has_settings, text = name.partition("(")
     if not has_settings or base not in VERIFIERS or not name.endswith(")"):
@@ -138,9 +136,7 @@ def _setting_error(name: str, why: str) -> InputError:
 
 
 def resolve(
-    name: str,
-    limits: RewardLimits = DEFAULT_LIMITS,
-    allow_unsandboxed_code: bool = False,
+    name: str, limits: RewardLimits = DEFAULT_LIMITS, allow_unsandboxed_code: bool = False
 ) -> Reward:
     """Return a reward function.
 
@@ -184,10 +180,8 @@ def _built_in(row: Verifier, allow_unsandboxed_code: bool) -> Reward:
 def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
     """Return the function that "file.py:function" names.
 
-    It runs in a process of its own unless `limits.isolate` is False.
-
-    Raises:
-        InputError: if there is no such function, or its file does not load.
+    It runs in a process of its own unless `limits.isolate` is False. Raises InputError if there is
+    no such function, or its file does not load.
     """
     file_name, _, name = path.rpartition(":")
     file = Path(file_name).expanduser().absolute()
@@ -255,8 +249,7 @@ def registered_for_run(functions: Mapping[str, Callable[..., Any]]) -> Iterator[
 def at_step(terms: Sequence[RewardTerm], step: int) -> tuple[RewardTerm, ...]:
     """Return the terms with the weights that their schedules give them at a step, from 1.
 
-    Raises:
-        InputError: if a schedule is not registered, fails, or returns no finite number.
+    Raises InputError if a schedule is not registered, fails, or returns no finite number.
     """
     return tuple(
         dataclasses.replace(term, weight=_scheduled_weight(term, step)) if term.schedule else term
@@ -287,8 +280,7 @@ def _scheduled_weight(term: RewardTerm, step: int) -> float:
 def registered(path: str) -> Callable[..., Any]:
     """Return the function that "python:NAME" names.
 
-    Raises:
-        InputError: if nobody registered it in this process.
+    Raises InputError if nobody registered it in this process.
     """
     name = path.removeprefix(PYTHON)
     if name not in _REGISTERED:

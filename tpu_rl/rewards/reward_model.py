@@ -28,6 +28,7 @@ from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
+from tpu_rl.rewards.scoring import DeclaredReward
 from tpu_rl.runtime.segments import Segment, count_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
@@ -79,11 +80,8 @@ def write_reading(
 
 
 def read_reading(directory: str | Path) -> ScoreReadout:
-    """Read the way to read scores; the defaults for a model without such a file.
-
-    Raises:
-        InputError: if the file is not one of `write_reading`.
-    """
+    """Read the way to read scores; the defaults for a model without such a file. Raises InputError
+    if the file is not one of `write_reading`."""
     path = Path(directory) / FILE
     if not path.is_file():
         return ScoreReadout()
@@ -102,9 +100,7 @@ def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.Chat
     """Read the way in which texts become conversations for a reward model: as in its training.
 
     A model of another library, without the file, reads conversations if it has a chat template.
-
-    Raises:
-        InputError: if the file is not one of `write_reading`.
+    Raises InputError if the file is not one of `write_reading`.
     """
     path = Path(directory) / FILE
     if not path.is_file():
@@ -186,11 +182,7 @@ def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]
         return model.logits(params, hidden), sequences
 
     def shares(
-        params: Params,
-        tokens: Array,
-        action_mask: Array,
-        ends: Array,
-        changes: bool = False,
+        params: Params, tokens: Array, action_mask: Array, ends: Array, changes: bool = False
     ) -> Array:
         head, sequences = head_of(params, tokens, action_mask)
         if changes:
@@ -256,7 +248,6 @@ def score_rows(
 
     Args:
         score: the model's `Score`, or with `ends` its `Shares`.
-        params: those of the model.
         tokens: [N, T].
         action_mask: [N, T], True on completions and their ends.
         batch_rows: rows per call.
@@ -287,13 +278,8 @@ def score_rows(
     return scores
 
 
-def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
-    """Return the reward function of a model; see `tpu_rl.rewards.scoring` for the convention.
-
-    It does not score completions that are too long for the model. Its attribute `dense` is a
-    function (separator, changes) -> the reward function that returns parts of the score as
-    segments.
-    """
+def as_reward(model: RewardModel) -> DeclaredReward:
+    """Return the reward of a model, which does not score completions that are too long for it."""
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -307,8 +293,7 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
             for too_long, value in zip(is_too_long, scores, strict=True)
         ]
 
-    reward.__dict__["dense"] = partial(_dense_reward, model)
-    return reward
+    return DeclaredReward(reward, dense=partial(_dense_reward, model))
 
 
 def encode(
@@ -327,14 +312,8 @@ def encode(
 def _dense_reward(
     model: RewardModel, separator: str, changes: bool = False
 ) -> Callable[..., list[Any]]:
-    """Return the reward function whose values are the segments of the model's score.
-
-    A part ends behind each `separator` of the text or, if that is "", at the separators of the
-    model's training; and with the completion. For `changes` see `Shares`.
-
-    Raises:
-        InputError: if there are none of either, or only a process model has such changes.
-    """
+    """Return the reward of segments, which end behind each `separator` of the text or, without one,
+    at those of the training. For `changes` see `Shares`. Raises InputError if there are neither."""
     if changes and model.reading.kind != "steps":
         raise InputError(
             "the reward model has no probabilities of steps",
@@ -399,6 +378,6 @@ def segments_of_row(
     return [*segments[:-1], (start, len(text), value)]
 
 
-def load(path: str | Path, mesh: Mesh | None = None) -> Callable[..., list[float | None]]:
+def load(path: str | Path, mesh: Mesh | None = None) -> DeclaredReward:
     """Return the reward function of the model in a directory; see `open_model`."""
     return as_reward(open_model(path, mesh))

@@ -74,6 +74,24 @@ Reward = Callable[..., Sequence[Any]]
 of a value is an error on that completion alone."""
 
 
+@dataclass(frozen=True, eq=False)
+class DeclaredReward:
+    """A built-in reward that says what its function's parameters do not."""
+
+    score: Reward
+    parameters: list[inspect.Parameter] | None = None
+    """The parameters that stand for columns it needs; None: those of the function."""
+    whole_batch: bool = False
+    """True if it must see all completions of a batch in one call."""
+    judges: Callable[[Mapping[str, Any]], bool] = lambda row: True
+    """False for data rows that it does not judge."""
+    dense: Callable[[str, bool], Reward] | None = None
+    """(separator, changes) -> the reward whose values are the parts of a reward model's score."""
+
+    def __call__(self, *arguments: Any, **columns: Any) -> Sequence[Any]:
+        return self.score(*arguments, **columns)
+
+
 @dataclass(frozen=True)
 class RewardFault:
     """A completion that a reward function failed to score, or says why it gave its value."""
@@ -136,7 +154,6 @@ def score(
     parts would not compare with the totals of other rows.
 
     Args:
-        reward_functions: name -> function.
         prompts: [N] texts or lists of messages.
         completions: [N] texts or lists of messages.
         columns: the data's other columns; each has N values.
@@ -279,10 +296,8 @@ def apply(
 
 
 def _require_float32(name: str, rewards: np.ndarray) -> None:
-    """Raise InputError if float32 cannot tell rewards [N] float64 apart that differ on purpose.
-
-    Of differences below 1e-3 it is only said; those of some bits of a float64 are rounding.
-    """
+    """Raise InputError if float32 cannot tell rewards [N] float64 apart that differ on purpose. Of
+    differences below 1e-3 it is only said; those of some bits of a float64 are rounding."""
     finite = rewards[np.isfinite(rewards)]
     spread = float(np.ptp(finite)) if len(finite) else 0.0
     largest = float(np.abs(finite).max(initial=0.0))
@@ -307,10 +322,8 @@ def _call(
     columns: Mapping[str, Sequence[Any]],
     of_rollout: Mapping[str, Sequence[Any]],
 ) -> list[Any] | RewardFailure:
-    """Return the function's values, or the reason why there are none.
-
-    `of_rollout` has the columns that the function names among its parameters.
-    """
+    """Return the function's values, or the reason why there are none. `of_rollout` has the columns
+    that the function names among its parameters."""
     arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
     accepted = parameters(function)
     if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
@@ -353,14 +366,11 @@ def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Re
 def of_rows(
     functions: Mapping[str, Reward], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Reward]:
-    """Return the functions, by name, that judge at least one of the data rows.
-
-    A function with an attribute `judges`, fn(row) -> bool, judges some kinds of rows only.
-    """
+    """Return the functions, by name, that judge at least one of the data rows."""
     return {
         name: function
         for name, function in functions.items()
-        if any(getattr(function, "judges", lambda row: True)(row) for row in rows)
+        if any(not isinstance(function, DeclaredReward) or function.judges(row) for row in rows)
     }
 
 
@@ -388,6 +398,10 @@ def require_columns(
 
 def parameters(function: Reward) -> list[inspect.Parameter] | None:
     """Return the parameters, or None for a callable written in C that has no signature."""
+    if isinstance(function, IsolatedReward):
+        return function.parameters
+    if isinstance(function, DeclaredReward):
+        return function.parameters or parameters(function.score)
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:

@@ -26,8 +26,7 @@ def answer_of(text: str) -> str:
 def value_of(text: str) -> Any:
     """Return a value that a text writes as JSON or as a Python literal.
 
-    Raises:
-        ValueError: if it writes none, or a very long one.
+    Raises ValueError if it writes none, or a very long one.
     """
     if len(text) > _LONGEST_VALUE:
         raise ValueError(f"it has more than {_LONGEST_VALUE} characters")

@@ -61,8 +61,7 @@ class RewardTerm:
     def parse(text: str) -> RewardTerm:
         """Return the term that a text describes. A plain name has the weight 1 and no gate.
 
-        Raises:
-            InputError: if the text describes no term.
+        Raises InputError if the text describes no term.
         """
         if not isinstance(text, str):
             raise InputError(
@@ -144,7 +143,6 @@ def parse_all(texts: Iterable[str], is_whole: bool = True) -> tuple[RewardTerm, 
     """Return the terms of a total, each once.
 
     Args:
-        texts: the terms.
         is_whole: nothing else gives rewards, so one of the terms must count.
 
     Raises:

@@ -67,7 +67,6 @@ class Worker:
 
         Args:
             path: "file.py:function".
-            memory_bytes: limit of its address space; 0 for no limit.
 
         Raises:
             InputError: if the file does not load.
@@ -77,7 +76,7 @@ class Worker:
         self._output = workers.Output("a reward function")
         self._numbers = itertools.count()
         self._process, parameters = self._start(START_SECONDS)
-        self.signature = _signature(parameters)
+        self.parameters = _parameters(parameters)
 
     def call(
         self, arguments: dict[str, list[Any]], size: int, seconds: float, deadline: float = math.inf
@@ -86,7 +85,6 @@ class Worker:
 
         Args:
             arguments: keyword arguments; each list has one entry per completion.
-            size: number of completions.
             seconds: time for the call. The start of a process does not count.
             deadline: absolute limit for everything, of time.monotonic().
 
@@ -133,10 +131,8 @@ class Worker:
         return self._end(seconds, deadline) if values is None else values
 
     def _reply(self, number: int, deadline: float, max_bytes: int) -> dict[str, Any] | None:
-        """Return the reply with this number, None if there is none. Other frames are dropped.
-
-        Those are not of this call: the function may write to any descriptor.
-        """
+        """Return the reply with this number, None if there is none. Frames of other writers are
+        dropped."""
         while frame := workers.read_frame(self._process, deadline, max_bytes):
             match workers.parsed(frame):
                 case {"number": int() as found, "bytes": int() as size} as reply:
@@ -150,10 +146,7 @@ class Worker:
         return None
 
     def _is_nearly_full(self) -> bool:
-        """Return True if the process has grown over half of the memory that it had left at first.
-
-        The next call might hit the limit in the middle.
-        """
+        """Return True if the process has filled half of the memory that it had left at first."""
         first = self._size_after_first
         return 0 < self._memory_bytes < 2 * self._size - first if first else False
 
@@ -240,8 +233,8 @@ class IsolatedReward:
         self._worker = Worker(path, int(limits.memory_gb * 2**30))
         self.whole_batch = self._worker.whole_batch
         """True if it must see all completions of a batch in one call."""
-        if self._worker.signature is not None:
-            self.__signature__ = self._worker.signature
+        self.parameters = self._worker.parameters
+        """The function's parameters, by which callers check the columns that it needs."""
 
     def limited_to_share(self, share: float, seconds_spent: float = 0.0) -> IsolatedReward:
         """Return the same function in the same worker, with the time limit of a share of a batch.
@@ -264,8 +257,7 @@ class IsolatedReward:
     def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:
         """Return one value per completion, a RewardFailure where there is none.
 
-        Raises:
-            InputError: if the function returns a wrong number of values.
+        Raises InputError if the function returns a wrong number of values.
         """
         arguments = dict(zip(("prompts", "completions"), positional, strict=False)) | columns
         size = len(next(iter(arguments.values()), []))
@@ -319,27 +311,13 @@ def _checked(reply: dict[str, Any], size: int) -> list[Any] | RewardFailure | No
     return None
 
 
-def _signature(parameters: list[list[Any]] | None) -> inspect.Signature | None:
-    """Return the function's signature, by which callers check the columns that it needs.
-
-    The values of its defaults are not known.
-    """
+def _parameters(parameters: list[list[Any]] | None) -> list[inspect.Parameter] | None:
+    """Return a function's parameters, with None for defaults, whose values are not known."""
     if parameters is None:
         return None
-    parameter = inspect.Parameter
-    kinds = {
-        kind.name: kind
-        for kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-            parameter.KEYWORD_ONLY,
-            parameter.VAR_KEYWORD,
-        )
-    }
-    return inspect.Signature(
-        [
-            parameter(name, kinds[kind], default=None if has_default else parameter.empty)
-            for name, kind, has_default in parameters
-        ]
-    )
+    empty = inspect.Parameter.empty
+    kinds = {kind.name: kind for kind in type(inspect.Parameter.KEYWORD_ONLY)}
+    return [
+        inspect.Parameter(name, kinds[kind], default=None if has_default else empty)
+        for name, kind, has_default in parameters
+    ]

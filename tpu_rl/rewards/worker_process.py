@@ -62,8 +62,7 @@ def call(
 ) -> list[Any] | RewardFailure:
     """Call the function, and return its `size` values or the reason why there are none.
 
-    Raises:
-        TpuRlError: if the function raises one.
+    Raises TpuRlError if the function raises one.
     """
     try:
         values = function(**arguments)
@@ -115,13 +114,7 @@ def main(
     "is_wrong_count": bool}, with the request's number, the bytes of the address space, and
     "no_memory".
 
-    Args:
-        requests: see `worker_child.begin`, as for the next four.
-        replies: see there.
-        crash: see there.
-        trainer: see there.
-        memory_bytes: see there.
-        path: "file.py:function".
+    The arguments are those of `worker_child.begin`, and `path`, as "file.py:function".
     """
     incoming = worker_child.begin(requests, replies, crash, trainer, memory_bytes)
     try:

@@ -9,8 +9,9 @@ arXiv 2504.20073. A step then learns from fewer completions than it sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,7 +50,6 @@ def collect(
         next_rows: next_rows(count) returns the next rows.
         roll_out: roll_out(rows, round) samples and scores completions of the rows' prompts.
         num_groups: prompts of the batch, and of the first round.
-        max_rounds: the largest number of further rounds.
         only_needed: further rounds have `num_needed` prompts, and not as many as the first.
     """
     first = roll_out(next_rows(num_groups), 0)
@@ -74,7 +74,6 @@ def num_needed(informative: np.ndarray, num_groups: int) -> int:
 
     Args:
         informative: [groups so far] bool.
-        num_groups: groups of a batch.
     """
     missing = num_groups - int(informative.sum())
     share = max(float(informative.mean()), 1 / len(informative))
@@ -112,7 +111,7 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
 
     Groups count from 0, over all rounds.
     """
-    group_id = _unique_ids(rounds, "group_id")
+    group_id = _unique_ids(scored.rollout.group_id for scored in rounds)
     rows_of_groups = np.split(np.arange(len(group_id)), first_of_runs(group_id)[1:])
     return take_rows(rounds, np.concatenate([rows_of_groups[group] for group in groups]))
 
@@ -123,7 +122,7 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     Rows count from 0, over all rounds. Groups and episodes are renumbered.
     """
     rounds = _alike(rounds)
-    group_id = _unique_ids(rounds, "group_id")
+    group_id = _unique_ids(scored.rollout.group_id for scored in rounds)
     starts = first_of_runs(group_id)
     group_of_row = np.repeat(np.arange(len(starts)), np.diff([*starts, len(group_id)]))[rows]
     data_rows = [row for scored in rounds for row in scored.rows]
@@ -133,7 +132,7 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     episodes = _all_episodes([scored.episodes for scored in rounds])
     changed = {"group_id": _renumber(group_id[rows])}
     if rollout.episode_id is not None:
-        changed["episode_id"] = _renumber(_unique_ids(rounds, "episode_id")[rows])
+        changed["episode_id"] = _renumber(_unique_ids(r.rollout.episode_id for r in rounds)[rows])
     if rollout.parent is not None:
         offsets = np.cumsum([0, *(len(scored.rewards) for scored in rounds[:-1])])
         parents = np.concatenate(
@@ -166,10 +165,7 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
 
 
 def _alike(rounds: Sequence[Scored]) -> Sequence[Scored]:
-    """Return rounds whose rollouts have the same fields and as many columns: those of the widest.
-
-    Conversations differ in their lengths, and in whether their history was rewritten.
-    """
+    """Return rounds whose rollouts have the same fields, and the columns of the widest."""
     if len({scored.rollout.parent is None for scored in rounds}) > 1:
         rounds = [replace(x, rollout=with_parents(x.rollout)) for x in rounds]
     if len({scored.rollout.episode_id is None for scored in rounds}) > 1:
@@ -220,10 +216,10 @@ def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes |
     )
 
 
-def _unique_ids(rounds: Sequence[Scored], name: str) -> np.ndarray:
-    """Return ids of the rows of all rounds that differ between rounds."""
-    ids = [np.asarray(getattr(scored.rollout, name), np.int64) for scored in rounds]
-    return np.concatenate([values + (number << 32) for number, values in enumerate(ids)])
+def _unique_ids(ids: Iterable[Any]) -> np.ndarray:
+    """Return the ids of the rows of all rounds such that they differ between rounds."""
+    numbered = enumerate(np.asarray(of_round, np.int64) for of_round in ids)
+    return np.concatenate([values + (number << 32) for number, values in numbered])
 
 
 def _renumber(ids: np.ndarray) -> np.ndarray:

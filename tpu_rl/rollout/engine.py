@@ -17,7 +17,6 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -165,11 +164,11 @@ def in_groups(rows: list[Row], completions: Sequence[PartialCompletion]) -> list
     ]
 
 
-def take_groups(rollout: Any, groups: Sequence[int], group_size: int) -> Any:
+def take_groups(rollout: Rollout, groups: Sequence[int], group_size: int) -> Rollout:
     """Return some groups of a rollout, renumbered."""
     rows = (np.asarray(groups, int)[:, None] * group_size + np.arange(group_size)).reshape(-1)
     part = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], rollout)
     group_id = np.repeat(np.arange(len(groups), dtype=np.int32), group_size)
-    if getattr(rollout, "parent", None) is not None:
-        part = replace(part, parent=scoring.renumbered(rollout.parent, rows))
+    if rollout.parent is not None:
+        part = replace(part, parent=scoring.renumbered(np.asarray(rollout.parent), rows))
     return replace(part, group_id=group_id)

@@ -170,8 +170,7 @@ class ImageTable:
     def place(self, ids: Sequence[int], sources: Sequence[Any]) -> list[int]:
         """Return the ids of a text, with those of its images in place of each image's one token.
 
-        Raises:
-            InputError: if an image cannot be read, or there are more or fewer places.
+        Raises InputError if an image cannot be read, or there are more or fewer places.
         """
         token_id = self._reader.token_id
         if ids.count(token_id) != len(sources):
@@ -257,10 +256,8 @@ class ImageTable:
         that count these.
 
         The features are those of whole pieces, with room for as many as C tokens a row can show, so
-        that the shape of the tokens alone decides which program reads them.
-
-        Raises:
-            InputError: if an image is no longer known.
+        that the shape of the tokens alone decides which program reads them. Raises InputError if an
+        image is no longer known.
         """
         with self._lock:
             images = sorted(self._images.values(), key=lambda image: image.start)
@@ -297,7 +294,8 @@ class ImageTable:
                 jax.tree.leaves(self._features_of(params, image)),
                 strict=True,
             ):
-                whole[_at(path, target)] = part.take(within, _feature_axis(path))
+                axis = _feature_axis(path)
+                whole[(slice(None), target) if axis else target] = part.take(within, axis)
         feature = (flat[places] - self._reader.first_id) % self._per_piece
         flat[places] = self._reader.first_id + of_tokens * self._per_piece + feature
         return self._features.insert(params, features), flat.reshape(tokens.shape)
@@ -339,10 +337,6 @@ class ImageTable:
 def _feature_axis(path: Any) -> int:
     """Return the axis of features in a leaf of `features.Features`."""
     return int(path[0].name == "deep")
-
-
-def _at(path: Any, places: np.ndarray) -> Any:
-    return (slice(None), places) if _feature_axis(path) else places
 
 
 def _resized(path: Any, leaf: Any, count: int) -> tuple[int, ...]:

@@ -26,8 +26,7 @@ RAISE_OR_SHORTEN = "raise --sampling.max-prompt-tokens, or shorten or drop the p
 def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[list[int]]:
     """Return the token ids of each row's prompt.
 
-    Raises:
-        InputError: if a prompt has no tokens, more than `max_prompt_tokens`, or images.
+    Raises InputError if a prompt has no tokens, more than `max_prompt_tokens`, or images.
     """
     for row in rows:
         refuse_images(row, tokenizer)
@@ -80,10 +79,7 @@ def drop_misfits(
     """Return the rows whose prompts have 1 to `max_prompt_tokens` tokens, and a warning.
 
     The warning says how many rows were dropped; it is "" if none were. Call this before a run on
-    finite data, so that no prompt ends the run later.
-
-    Raises:
-        InputError: if no row is left.
+    finite data, so that no prompt ends the run later. Raises InputError if no row is left.
     """
     limit = _sure_characters(rows, tokenizer, max_prompt_tokens)
     fitting = array("q")
@@ -140,12 +136,8 @@ MIN_UNSURE_ROWS = 10_000
 
 
 def _sure_characters(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> int:
-    """Return the number of characters of ASCII up to which a prompt need not be encoded.
-
-    To encode a million prompts takes minutes. An ASCII character becomes at most one token, and a
-    chat template adds the same to each prompt. Some of the rows are encoded to see that it is so.
-    If not, or if there are few rows, the result is 0.
-    """
+    """Return the characters of ASCII up to which a prompt surely fits, as encoding a million takes
+    minutes; 0 if some encoded rows do not show that each becomes at most one token."""
     if len(rows) < MIN_UNSURE_ROWS:
         return 0
     margin = 16

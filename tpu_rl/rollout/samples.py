@@ -47,7 +47,6 @@ def of_whole_groups(group_ids: Sequence[int], most: int) -> list[int]:
 
     Args:
       group_ids: the group of each completion; those of a group follow each other.
-      most: the number of completions.
     """
     groups = [
         [index for index, _ in members]
@@ -80,10 +79,8 @@ def keep(
     Args:
       records: one per completion of the batch.
       rollouts: arrays of numpy whose rows, in order, are those of `records`; there may be fewer.
-      tokenizer: makes texts of tokens.
       most: how many completions to keep.
       numbers: name -> [N, T] of the rows of the first rollout, NaN where unknown.
-      folder: the folder of small copies of pictures.
     """
     places = [(rollout, row) for rollout in rollouts for row in range(len(rollout.tokens))]
     # A record without a rollout is a group of its own.

@@ -219,11 +219,8 @@ def score(
     """Return the completions with their rewards; without reward functions, with zeros.
 
     `terms` are those of `rewards.score`. `decode_answer` is the tokenizer's, for the places of
-    segments.
-
-    Raises:
-        InputError: if a reward function needs a column that the rows lack, or if reward functions
-            fail on more than `max_fault_share` of the completions.
+    segments. Raises InputError if a reward function needs a column that the rows lack, or if reward
+    functions fail on more than `max_fault_share` of the completions.
     """
     began = time.perf_counter()
     group_size = len(sampled.completions) // len(sampled.rows)
@@ -280,10 +277,8 @@ def placed_segments(
 ) -> np.ndarray:
     """Return rewards [N, T] of segments, each on the token that writes its last character.
 
-    Those that end with the text are on the last action, the end-of-sequence token.
-
-    Raises:
-        InputError: if the completions are conversations.
+    Those that end with the text are on the last action, the end-of-sequence token. Raises
+    InputError if the completions are conversations.
     """
     if sampled.episodes is not None or decode_answer is None:
         raise InputError(
@@ -315,10 +310,8 @@ def placed_segments(
 def weights_of_environment(
     terms: Sequence[rewards.RewardTerm], parts: Mapping[str, np.ndarray]
 ) -> np.ndarray | None:
-    """Return the weight [N] of each episode's own reward; None if no term is called so.
-
-    It is the sum of the weights of the terms `environment` whose gates hold.
-    """
+    """Return the weight [N] of each episode's own reward; None if no term is called so. It is the
+    sum of the weights of the terms `environment` whose gates hold."""
     own = [term for term in terms if term.name == ENVIRONMENT]
     if not own:
         return None
@@ -373,9 +366,7 @@ def score_across_processes(
     rollout_columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> rewards.Scores:
     """Return `rewards.score` of all completions; each process computes whole groups of its own.
-
-    `known` holds the values that were already computed, of this process's completions.
-    """
+    `known` holds the values that were already computed, of this process's completions."""
     if processes.count() == 1:
         return rewards.score(
             reward_functions,
@@ -460,13 +451,18 @@ def rollout_columns(
         ]
     requested = {name for function in functions for name in rewards.requested_columns(function)}
     if "environment_rewards" in requested - columns.keys():
-        raise InputError(
-            "the reward environment has no value",
-            where="--reward",
-            why="no environment gives rewards",
-            fix="name one with get_reward: --environment",
-        )
+        raise without_environment()
     return {name: column() for name, column in columns.items() if name in requested}
+
+
+def without_environment() -> InputError:
+    """Return the error of the reward `environment` where there is none."""
+    return InputError(
+        "the reward environment has no value",
+        where="--reward",
+        why="no environment gives rewards",
+        fix="name one with get_reward: --environment",
+    )
 
 
 def answers_of(sampled: Sampled) -> list[Any]:
@@ -554,9 +550,6 @@ def by_episode(scored: Scored) -> Scored:
         return np.add.reduceat(values[rows], starts)
 
     episodes = jax.tree.map(lambda array: np.asarray(array)[last], rollout)
-    texts = {
-        name: [getattr(scored, name)[row] for row in last] for name in ("prompts", "completions")
-    }
     faults = [
         "; ".join(fault for row in rows_of_episode if (fault := scored.faults[row]))
         for rows_of_episode in np.split(rows, starts[1:])
@@ -576,7 +569,8 @@ def by_episode(scored: Scored) -> Scored:
         parts={name: total(part) for name, part in scored.parts.items()},
         faults=faults,
         episodes=None if scored.episodes is None else scored.episodes.take(last),
-        **texts,
+        prompts=[scored.prompts[row] for row in last],
+        completions=[scored.completions[row] for row in last],
     )
 
 
@@ -604,9 +598,7 @@ def by_row(scored: Scored, rows: EpisodeRows) -> Scored:
     return replace(
         scored,
         rollout=replace(
-            rows.rollout,
-            rewards=rewards_placed.astype(np.float32),
-            scored=is_scored[episode_of],
+            rows.rollout, rewards=rewards_placed.astype(np.float32), scored=is_scored[episode_of]
         ),
         prompts=[scored.prompts[episode] for episode in episode_of],
         completions=[

@@ -38,16 +38,13 @@ class StreamingRewards:
         """Prepare for N completions.
 
         Args:
-            reward_functions: name -> reward function.
             prompts: [N] the prompt of each completion.
             columns: the other columns of the data rows, [N] each.
-            group_size: completions per prompt.
             local: the completions, in whole groups, that this process asks about.
             decode: returns the text of a completion: (its prompt, its token ids).
             max_completions: the most completions that will be asked about; by default all of
                 `local`. A question about some of them may take that share of the time that a batch
                 may take (`IsolatedReward.limited_to_share`).
-            step: the step of the run.
             is_truncated: returns True if a completion of these token ids has no end. Without it,
                 functions that ask for `truncated` are called after the last row has ended.
 
@@ -158,10 +155,7 @@ class StreamingRewards:
 
         The values are those of the local completions, or of the given groups, which must be all
         that were asked about. Faults count rows from the first of these. The result is empty if no
-        row was reported.
-
-        Raises:
-            TpuRlError: whatever a reward function raises on purpose.
+        row was reported. Raises TpuRlError whatever a reward function raises on purpose.
         """
         if not self._questions:
             return {}

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout.prompts import first_length
 from tpu_rl.rollout.requests import Decoding
 from tpu_rl.sampler import SamplerConfig
@@ -193,7 +194,7 @@ def controlled(decoding: Decoding, tokenizer: Tokenizer) -> Decoding:
     """Return decoding in phases if its settings ask for it."""
     if decoding.thinking is None or not decoding.thinking.is_on:
         return decoding
-    return ThinkingDecoding(**vars(decoding), tokenizer=tokenizer)
+    return ThinkingDecoding(**fields_of(decoding), tokenizer=tokenizer)
 
 
 def _before(ids: list[int], text: Any, close: str) -> int:

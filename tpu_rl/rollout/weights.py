@@ -73,8 +73,7 @@ class SamplingLayout(NamedTuple):
 def require_tensor_parallel(tensor_parallel: TensorParallel | None, num_devices: int) -> None:
     """Check --sampling.tensor-parallel for sampling on a number of devices.
 
-    Raises:
-        InputError: if it does not divide the number.
+    Raises InputError if it does not divide the number.
     """
     if not isinstance(tensor_parallel, int):
         return
@@ -95,8 +94,7 @@ def sampling_mesh(
     """Return the mesh for sampling: over `devices`, if the sampler has its own, with a tensor
     parallelism of 1 by default; otherwise over those of the run's mesh, by default that mesh.
 
-    Raises:
-        InputError: if `tensor_parallel` does not divide the devices.
+    Raises InputError if `tensor_parallel` does not divide the devices.
     """
     require_tensor_parallel(tensor_parallel, len(devices) or mesh.size)
     size = tensor_parallel if isinstance(tensor_parallel, int) else None
@@ -163,10 +161,7 @@ def _copy_leaf(
 def _copy_quantized(
     layout: SamplingLayout, name: str, weight: Any, placement: NamedSharding
 ) -> Quantized:
-    """Return the weight `name` quantized, with a placement for its numbers.
-
-    A shape is converted like an array.
-    """
+    """Return a weight (or shape) quantized, with a placement for its numbers."""
     assert layout.weight_dtype is not None
     quantize = _quantize(name, layout.dtype, layout.weight_dtype)
     shapes = jax.eval_shape(quantize, weight)
@@ -216,10 +211,7 @@ def _quantize_and_move(
 
 
 def _copy(weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding) -> Any:
-    """Return the weight with the target's type and placement: itself, if it has both already.
-
-    A shape is converted like an array.
-    """
+    """Return a weight (or shape) with the target's type and placement."""
     if weight.dtype == target.dtype and weight.sharding.is_equivalent_to(placement, weight.ndim):
         return weight
     if isinstance(weight, jax.ShapeDtypeStruct):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 
 COORDINATOR_FLAG = "--coordinator-address"
 COUNT_FLAG = "--num-processes"
@@ -123,12 +123,8 @@ def _checked_address(address: str) -> str:
             where=where,
             fix="give process 0's host and a port that is free there, as in 10.0.0.1:8476",
         )
-    try:
+    with refused(OSError, f"no host {host!r} is known here", where=where, fix="check its name"):
         socket.getaddrinfo(host.strip("[]"), int(port))
-    except OSError as error:
-        raise InputError(
-            f"no host {host!r} is known here", where=where, why=str(error), fix="check its name"
-        ) from error
     return address
 
 
@@ -172,9 +168,7 @@ def _slurm_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 def on_a_tpu_pod(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
     """Return True if this host's TPU is part of a slice of several hosts, or one of several slices.
-
-    JAX's own detection waits for minutes on a host with a TPU and without a metadata server.
-    """
+    JAX's own detection waits for minutes on a host with a TPU and without a metadata server."""
     devices = [*(root / "dev").glob("accel[0-9]*"), *(root / "dev/vfio").glob("[0-9]*")]
     platforms = environment.get("JAX_PLATFORMS", "")
     if (

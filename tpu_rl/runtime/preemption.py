@@ -193,10 +193,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Restore the default handlers, so that the child's SIGTERM ends it and not the run.
-
-    The child has the parent's socket and would otherwise write to it.
-    """
+    """Restore the default handlers: a SIGTERM ends the child alone, and writes to no socket of the
+    run's."""
     if _watching_pids:
         _watching_pids.clear()
         signal.set_wakeup_fd(-1)
@@ -207,7 +205,5 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
 )

@@ -37,10 +37,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """Return the index of this process; 0 is the first, which writes for all.
-
-    Touches no device.
-    """
+    """Return the index of this process; 0 is the first, which writes for all. Touches no device."""
     state = distributed.global_state
     return state.process_id if state.client is not None else 0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from tpu_rl.runtime.worker_child import as_number, shorten
 
@@ -39,7 +39,7 @@ def read(value: Any, length: int | None = None) -> list[Segment] | str | None:
             return f"it returned {shorten(value)} and not a number or (start, end, value) segments"
         start, end, reward = item
         # NumPy's integers are no int.
-        if any(not hasattr(place, "__index__") or isinstance(place, bool) for place in item[:2]):
+        if any(not isinstance(x, SupportsIndex) or isinstance(x, bool) for x in item[:2]):
             return f"the segment {shorten(item)} has no whole numbers as start and end"
         start, end = int(start), int(end)
         if not 0 <= start <= end or (length is not None and end > length):

@@ -24,13 +24,11 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[Any]:
-        del prompts
         return [
             _score_of(function(**_arguments(names, completion, columns, index)))
             for index, completion in enumerate(completions)
         ]
 
-    score.__name__ = getattr(function, "__name__", "compute_score")
     return score
 
 

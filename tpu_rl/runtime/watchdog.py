@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tpu_rl.errors import InputError
+from tpu_rl import ranges
+from tpu_rl.ranges import NotNegative
 from tpu_rl.runtime import child_processes, process_group
 from tpu_rl.runtime.stdio import write_error
 
@@ -40,23 +41,16 @@ REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class WatchdogConfig:
+class WatchdogConfig(ranges.Checked):
     """The options of the watchdog."""
 
-    minutes: float = 30.0
+    FLAG = "--watchdog"
+    minutes: NotNegative = 30.0
     """End a run after so many minutes without progress, with exit code 75; 0 waits forever.
 
     The longest legitimate silences are the first compilation of a large model's step and a
     checkpoint to a slow disk, which take minutes each.
     """
-
-    def __post_init__(self):
-        if not self.minutes >= 0:
-            raise InputError(
-                f"a limit of {self.minutes} minutes",
-                where="--watchdog.minutes",
-                fix="use 0 for no watchdog, or more",
-            )
 
 
 @dataclass
@@ -87,8 +81,6 @@ def watch(config: WatchdogConfig, run_dir: Path, command: str) -> Iterator[None]
     """End the process after `config.minutes` without progress in this context.
 
     Args:
-      config: the limit.
-      run_dir: the folder for the stacks.
       command: the command that resumes the run, for the message.
     """
     mark("the start")
@@ -111,11 +103,7 @@ def watch(config: WatchdogConfig, run_dir: Path, command: str) -> Iterator[None]
 
 
 def _watch_progress(limit: float, run_dir: Path, command: str, has_ended: threading.Event) -> None:
-    """Add up the seconds since the last mark.
-
-    Time in which this thread did not run either does not count: a run that was stopped with Ctrl-Z
-    goes on.
-    """
+    """Add up the seconds since the last mark in which this thread ran: Ctrl-Z does not count."""
     tick = _tick_seconds(limit)
     marks = _progress.marks
     silence = 0.0
@@ -163,10 +151,7 @@ def _end(silence: float, limit: float, run_dir: Path, command: str) -> NoReturn:
 
 
 def _report(silence: float, limit: float, run_dir: Path, command: str) -> None:
-    """Write the stacks to the run folder and to stderr, with one message for the whole run.
-
-    Of several processes the first one prints the message, and all end here.
-    """
+    """Write the stacks to the run folder and to stderr, and one message of the first process."""
     path = run_dir / STACKS
     header = (
         f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, host {socket.gethostname()}, pid {os.getpid()}: "

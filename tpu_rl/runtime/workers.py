@@ -111,7 +111,6 @@ def reason_of_end(
     A worker that still lives is aborted.
 
     Args:
-        process: the worker.
         user_file: the file whose line is named, if one of the frames is in it.
         seconds: the limit of the call.
         in_time: whether the limit was not yet reached.

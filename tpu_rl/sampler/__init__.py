@@ -45,29 +45,22 @@ from typing import TYPE_CHECKING
 from tpu_rl import lazy
 
 if TYPE_CHECKING:
-    from tpu_rl.sampler.batch_sampler import OnFinished as OnFinished
-    from tpu_rl.sampler.batch_sampler import OnVerified as OnVerified
-    from tpu_rl.sampler.batch_sampler import StopAt as StopAt
-    from tpu_rl.sampler.batch_sampler import sample as sample
-    from tpu_rl.sampler.cache_ops import take_rows as take_rows
-    from tpu_rl.sampler.config import SamplerConfig as SamplerConfig
-    from tpu_rl.sampler.config import SegmentConfig as SegmentConfig
-    from tpu_rl.sampler.config import Speculation as Speculation
-    from tpu_rl.sampler.config import Thinking as Thinking
-    from tpu_rl.sampler.conversation_sampler import ConversationSampler as ConversationSampler
-    from tpu_rl.sampler.conversation_sampler import Turn as Turn
-    from tpu_rl.sampler.conversation_sampler import TurnRequest as TurnRequest
-    from tpu_rl.sampler.conversation_sampler import common_prefix as common_prefix
-    from tpu_rl.sampler.partial import PartialCompletion as PartialCompletion
-    from tpu_rl.sampler.partial import completions_from_json as completions_from_json
-    from tpu_rl.sampler.partial import completions_to_json as completions_to_json
-    from tpu_rl.sampler.partial import partial_completions as partial_completions
-    from tpu_rl.sampler.text_scores import Score as Score
-    from tpu_rl.sampler.text_scores import Scores as Scores
-    from tpu_rl.sampler.text_scores import text_scorer as text_scorer
-    from tpu_rl.sampler.token_sampling import invert_cdf as invert_cdf
-    from tpu_rl.sampler.token_sampling import row_keys as row_keys
-    from tpu_rl.sampler.token_sampling import run_key as run_key
-    from tpu_rl.sampler.token_sampling import sample_tokens as sample_tokens
+    from tpu_rl.sampler.batch_sampler import OnFinished, OnVerified, StopAt, sample
+    from tpu_rl.sampler.cache_ops import take_rows
+    from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation, Thinking
+    from tpu_rl.sampler.conversation_sampler import (
+        ConversationSampler,
+        Turn,
+        TurnRequest,
+        common_prefix,
+    )
+    from tpu_rl.sampler.partial import (
+        PartialCompletion,
+        completions_from_json,
+        completions_to_json,
+        partial_completions,
+    )
+    from tpu_rl.sampler.text_scores import Score, Scores, text_scorer
+    from tpu_rl.sampler.token_sampling import invert_cdf, row_keys, run_key, sample_tokens
 
 lazy.exports(__name__, __file__)

@@ -110,10 +110,8 @@ class _Place(NamedTuple):
 
 
 def part_length(tokens: list[int], chunk: int, whole_images: tuple[int, int] | None) -> int:
-    """Return the number of tokens to read at once, at most `chunk`, so that no image is split.
-
-    For `whole_images` see `ConversationSampler`. No image is longer than the chunk.
-    """
+    """Return the number of tokens to read at once, at most `chunk`, so that no image is split. For
+    `whole_images` see `ConversationSampler`. No image is longer than the chunk."""
     length = min(chunk, len(tokens))
     if whole_images is None or length == len(tokens):
         return length
@@ -149,8 +147,6 @@ class ConversationSampler:
         """Prepare empty slots.
 
         Args:
-            policy: the policy to sample from.
-            params: its params.
             config: the distribution of tokens, and `max_new_tokens`, the longest turn. Slots,
                 groups and speculation of the config are not used. Segments have at most
                 `STEPS_PER_SEGMENT` steps.
@@ -222,8 +218,7 @@ class ConversationSampler:
     def submit(self, requests: Sequence[TurnRequest]) -> None:
         """Add turns to be decoded.
 
-        Raises:
-            InputError: for a turn that does not fit into `max_length`, or has no tokens.
+        Raises InputError for a turn that does not fit into `max_length`, or has no tokens.
         """
         for request in requests:
             length = len(request.token_ids) + request.max_new_tokens
@@ -427,11 +422,7 @@ class ConversationSampler:
         policy, params = self._weights_of(names)
         params, read_tokens = self._with_images(params, tokens.reshape(-1, width))
         pool = slot_ops.prefill(
-            policy,
-            self._mesh,
-            params,
-            self._place(read_tokens),
-            self._place(lengths.reshape(-1)),
+            policy, self._mesh, params, self._place(read_tokens), self._place(lengths.reshape(-1))
         )
         self._make_slots(pool.cache)
         self._put(pool, places)
@@ -680,11 +671,8 @@ def _extend_rows(
     commit: Array,
     length: int,
 ) -> Slots:
-    """Continue the caches of some slots.
-
-    The entries of `place` keep `lengths` tokens of their caches. Then the first `commit` of their
-    `tokens` [D * E, C] follow.
-    """
+    """Continue the caches of some slots. The entries of `place` keep `lengths` tokens of their
+    caches. Then the first `commit` of their `tokens` [D * E, C] follow."""
     rows = _take_rows(policy, mesh, params, slots, place, length)
     cache = with_lengths(rows.cache, lengths)
     positions = lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

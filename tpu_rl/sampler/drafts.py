@@ -62,9 +62,6 @@ def make_draft(
     """Return the draft of `config.speculation`, or None without speculation.
 
     Args:
-        policy: the policy to sample from.
-        params: params that the policy and the drafter read.
-        config: the sampler's settings.
         drafter: the small model that `config.speculation.model` names, or None.
         length: largest number of tokens in a row.
 
@@ -116,17 +113,14 @@ def lookup_draft(tokens: int, ngram: int) -> Draft:
     """
 
     def init_cache(params: Params, rows: int, length: int) -> Any:
-        del params, rows, length
         return ()
 
     def extend(params: Params, cache: Any, *token_arrays: Array) -> tuple[None, Any]:
-        del params, token_arrays
         return None, cache
 
     def propose(
         params: Params, cache: Any, inputs: DraftInputs, config: SamplerConfig
     ) -> tuple[Array, Any]:
-        del params, config
         group_matched, group_continuation = _match_group(inputs, tokens, ngram)
         own_matched, own_continuation = _match_own_text(inputs, tokens, ngram)
         matched = jnp.concatenate([group_matched, own_matched], axis=1)
@@ -137,10 +131,8 @@ def lookup_draft(tokens: int, ngram: int) -> Draft:
 
 
 def _match_own_text(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, Array]:
-    """Return (matched [B, 1], continuation [B, 1, tokens]) of each row's own text.
-
-    `matched` is the length of the longest match.
-    """
+    """Return (length [B, 1] of the longest match, continuation [B, 1, tokens]) in each row's own
+    text."""
     lengths = inputs.lengths[:, None]
     is_text = jnp.arange(inputs.text.shape[1])[None] < lengths
     text = jnp.where(is_text, inputs.text, NO_TOKEN)[:, None]
@@ -154,11 +146,8 @@ def _match_own_text(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array
 
 
 def _match_group(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, Array]:
-    """Return (matched [B, G], continuation [B, G, tokens]) of the other completions of the group.
-
-    `matched` is the length of the longest match, or -1 if there is none. The continuation is
-    NO_TOKEN beyond the end of a completion.
-    """
+    """Return (length [B, G] of the longest match or -1, continuation [B, G, tokens], NO_TOKEN
+    beyond ends) in the other completions of the group."""
     group_tokens = inputs.group_tokens
     prompt_end = _last_tokens(inputs.text, inputs.prompt_lengths, ngram)
     column = inputs.lengths - inputs.prompt_lengths
@@ -170,10 +159,7 @@ def _match_group(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, A
 
 
 def _last_tokens(text: Array, ends: Array, count: int) -> Array:
-    """text [B, S], ends [B] -> the `count` tokens before each end, [B, count].
-
-    NO_TOKEN before the first token.
-    """
+    """Return the `count` tokens of text [B, S] before each end [B], NO_TOKEN before the first."""
     positions = ends[:, None] - count + jnp.arange(count)[None]
     tokens = jnp.take_along_axis(text, jnp.maximum(positions, 0), axis=1)
     return jnp.where(positions >= 0, tokens, NO_TOKEN)
@@ -188,7 +174,6 @@ def _longest_match(
     Behind a short prompt, the other completions are therefore read from their beginning.
 
     Args:
-        inputs: the rows.
         texts: [B, G, n] int32, NO_TOKEN where there is no token.
         before_texts: [B, ngram] int32, the tokens before the texts.
         column: [B] int32, the column at which the row continues. Of equally long matches, the one
@@ -254,10 +239,8 @@ def _sample_from_votes(matched: Array, continuation: Array, uniforms: Array) -> 
 
 @functools.cache
 def model_draft(policy: Policy, tokens: int) -> Draft:
-    """Return a draft that another policy samples, one token after the other.
-
-    It samples with the uniform numbers of the positions, and without a repetition penalty.
-    """
+    """Return a draft that another policy samples, one token after the other. It samples with the
+    uniform numbers of the positions, and without a repetition penalty."""
 
     def propose(
         params: Params, cache: Any, inputs: DraftInputs, config: SamplerConfig

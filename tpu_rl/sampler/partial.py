@@ -59,11 +59,7 @@ def partial_completions(rollout: Rollout, ended: np.ndarray) -> list[PartialComp
 # --- JSON ---
 
 
-_TOKEN_DTYPES = {
-    "tokens": np.int32,
-    "log_probs": np.float32,
-    "behaviour_log_probs": np.float32,
-}
+_TOKEN_DTYPES = {"tokens": np.int32, "log_probs": np.float32, "behaviour_log_probs": np.float32}
 """Fields of a `PartialCompletion` with one value per token."""
 
 _ROW_DTYPES = {
@@ -83,10 +79,7 @@ def completions_to_json(completions: Sequence[PartialCompletion]) -> dict[str, A
     """
     values: dict[str, Any] = {"counts": [len(completion.tokens) for completion in completions]}
     for name, dtype in (_TOKEN_DTYPES | _ROW_DTYPES).items():
-        arrays = [
-            np.atleast_1d(np.asarray(getattr(completion, name), dtype))
-            for completion in completions
-        ]
+        arrays = [np.atleast_1d(np.asarray(x._asdict()[name], dtype)) for x in completions]
         # The empty array is for an empty list of completions.
         column = np.concatenate([np.zeros(0, dtype), *arrays])
         values[name] = base64.b64encode(column.tobytes()).decode()

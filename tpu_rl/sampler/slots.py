@@ -145,7 +145,6 @@ def map_devices(
     """Apply a function to each device's own part of the arguments.
 
     Args:
-        mesh: mesh of the arrays, or None.
         function: returns a tuple of `num_results` results. They have the same structure as the
             first `num_results` arguments, and are sharded like them.
         arguments: Slots, Pool, Queue, Outputs or arrays with rows on axis 0.
@@ -360,10 +359,8 @@ def resize_slots(
 
 @functools.partial(jax.jit, static_argnames=("mesh", "rows"))
 def live_first(mesh: Mesh | None, slots: Slots, rows: int) -> tuple[Slots, Array]:
-    """Return `rows` slots, each device's live ones first, and their numbers on their device.
-
-    The slots have no cache.
-    """
+    """Return `rows` slots, each device's live ones first, and their numbers on their device. The
+    slots have no cache."""
 
     def on_device(slots: Slots, live: Array) -> tuple[Slots, Array]:
         order = jnp.argsort(~live, stable=True)[: rows // device_count(mesh)]

@@ -41,7 +41,6 @@ def text_scorer(
     """Return a function (whole params tree, texts, k) -> log-probs of texts at temperature 1.
 
     Args:
-        role: the model.
         mesh: the mesh of the params; rows are spread over it.
     """
 

@@ -9,13 +9,5 @@ unit_tests  tests of programs, and their verdicts
 problems    rows of published data sets, and the code in their prompts
 """
 
-from tpu_rl.sandbox.machine import CommandResult as CommandResult
-from tpu_rl.sandbox.machine import Machine as Machine
-from tpu_rl.sandbox.machine import MachineLost as MachineLost
-from tpu_rl.sandbox.processes import Outcome as Outcome
-from tpu_rl.sandbox.processes import Refused as Refused
-from tpu_rl.sandbox.processes import SandboxLimits as SandboxLimits
-from tpu_rl.sandbox.processes import judge as judge
-from tpu_rl.sandbox.processes import refusal as refusal
-from tpu_rl.sandbox.processes import require as require
-from tpu_rl.sandbox.processes import run as run
+from tpu_rl.sandbox.machine import CommandResult, Machine, MachineLost
+from tpu_rl.sandbox.processes import Outcome, Refused, SandboxLimits, judge, refusal, require, run

@@ -105,9 +105,7 @@ NAMED: dict[tuple[str, str], Codec] = {
     ("builtins", "odict_items"): PAIRS,
     ("collections", "defaultdict"): MAPPING,
     ("collections", "deque"): Codec(
-        b"q",
-        lambda value: (list(value), value.maxlen),
-        _make_of_arguments,
+        b"q", lambda value: (list(value), value.maxlen), _make_of_arguments
     ),
     ("collections", "Counter"): Codec(b"C", _keys_and_values, _make_of_pairs),
     ("collections", "OrderedDict"): Codec(b"O", _keys_and_values, _make_of_pairs),
@@ -231,11 +229,7 @@ class Reader:
         self._resolve = resolve
 
     def value(self) -> Any:
-        """Return the next value.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Return the next value. Raises ValueError if there is none."""
         tag, content = self._take()
         if tag in SIMPLE:
             return SIMPLE[tag](content)
@@ -454,7 +448,6 @@ class End:
 
     def make_proxy(self, function: str | None) -> Any:
         """Return a new proxy. Of a function the name and the docstring are known."""
-        del function
         return object.__new__(self._proxy)
 
     def number_of(self, proxy: Any) -> str:

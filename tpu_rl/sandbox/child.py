@@ -237,8 +237,7 @@ def give_stdin(content: bytes) -> None:
 def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int, is_machine: bool = False) -> None:
     """Confine this process; `is_machine` if it will run shell commands.
 
-    Raises:
-        OSError: if the kernel refuses a step. Its file name is the step.
+    Raises OSError if the kernel refuses a step. Its file name is the step.
     """
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
         raise OSError(1, "only Linux on x86-64 is known", "system calls")
@@ -272,10 +271,8 @@ def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int, is_machine: bo
 
 
 def enter_process_namespace() -> None:
-    """Continue in a child that is process 1 of the new namespace.
-
-    When process 1 ends, everything that it started ends with it.
-    """
+    """Continue in a child that is process 1 of the new namespace. When process 1 ends, everything
+    that it started ends with it."""
     check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
     child = os.fork()
     if child:
@@ -454,10 +451,8 @@ def refuse_system_calls() -> list[Instruction]:
 
 
 def filter_system_calls(of_calls: list[Instruction]) -> None:
-    """Install a seccomp filter. What it refuses fails with EPERM.
-
-    Calls by the numbers of another architecture kill the process.
-    """
+    """Install a seccomp filter. What it refuses fails with EPERM. Calls by the numbers of another
+    architecture kill the process."""
     code = [
         (LOAD, 0, 0, 4),  # the architecture
         (EQUAL, 1, 0, X86_64),

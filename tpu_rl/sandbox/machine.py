@@ -85,7 +85,6 @@ class Machine:
 
         Args:
             command: as behind `bash -c`.
-            stdin: its standard input.
             cwd: the directory in which it begins.
             env: variables besides PATH, HOME and LANG.
             seconds: wall time; processor time of each process has the same limit.

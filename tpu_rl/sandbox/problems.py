@@ -70,8 +70,7 @@ def first_text(value: Any) -> str:
 def check(row: Mapping[str, Any]) -> None:
     """Check a row's tests without running anything.
 
-    Raises:
-        ValueError: if a program could not be judged by one of them.
+    Raises ValueError if a program could not be judged by one of them.
     """
     given = given_code(row.get("prompt", ""), row.get("entry_point") or "")
     has_solution = any(row.get(name) for name in SOLUTIONS)

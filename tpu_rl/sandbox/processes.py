@@ -61,17 +61,11 @@ class Refused(Exception):
 
 
 def run(
-    program: str,
-    stdin: str = "",
-    limits: SandboxLimits | None = None,
-    confine: bool = True,
+    program: str, stdin: str = "", limits: SandboxLimits | None = None, confine: bool = True
 ) -> Outcome:
     """Run a program.
 
     Args:
-        program: Python source.
-        stdin: its standard input.
-        limits: what the run may use.
         confine: if False, the program has limits, but otherwise the rights of this process.
 
     Raises:
@@ -183,11 +177,7 @@ class Running:
     """A child process with a request. It ends with the context."""
 
     def __init__(
-        self,
-        request: dict[str, Any],
-        channel: Sequence[int],
-        limits: SandboxLimits,
-        confine: bool,
+        self, request: dict[str, Any], channel: Sequence[int], limits: SandboxLimits, confine: bool
     ):
         """Start the process; it takes over the descriptors of `channel`."""
         request = request | {

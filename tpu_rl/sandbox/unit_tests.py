@@ -58,7 +58,7 @@ IMPORTABLE = MODULES | {
     "unicodedata",
 }
 """Modules of the standard library that a test may import."""
-TEST_NAMES = MODULES | set(vars(builtins))
+TEST_NAMES = MODULES | set(dir(builtins))
 """Names that a test has without the program."""
 EVALUATORS = {"eval", "exec", "compile", "__import__", "__builtins__", "__loader__", "breakpoint"}
 """Builtins that could run a text of the program on the test's side."""
@@ -70,10 +70,8 @@ def passes(
     """Return True if a program passes a test in a process apart from it.
 
     Args:
-        program: Python source.
         test: {"input": text, "output": text} of stdin and stdout, or statements with asserts about
             what the program defines.
-        limits: what the program may use.
         confine: see `sandbox.run`.
 
     Raises:
@@ -198,10 +196,8 @@ def prepare(test: str) -> Prepared:
 
     There every name is the test's, except for those that it uses without defining them: they are
     the program's, and each use of them asks its process. So the test's functions, loops, literals
-    and comparisons are beyond the program's reach. Each assert must be reached.
-
-    Raises:
-        ValueError: if the test has no asserts, or its part cannot be separated from the program's.
+    and comparisons are beyond the program's reach. Each assert must be reached. Raises ValueError
+    if the test has no asserts, or its part cannot be separated from the program's.
     """
     try:
         tree = ast.parse(test)
@@ -239,11 +235,11 @@ def free_names(table: symtable.SymbolTable) -> set[str]:
 
 
 def _defined_names(table: symtable.SymbolTable) -> set[str]:
-    return {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
-
-
-def _is_defined(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    return {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }
 
 
 def _global_names(table: symtable.SymbolTable) -> set[str]:
@@ -279,13 +275,7 @@ OWN_STREAMS = (
 
 
 def _require_separable(tree: ast.Module, program_names: set[str], defined: set[str]) -> None:
-    """Raise ValueError if a part of the test cannot be separated from the program's.
-
-    Args:
-        tree: the test.
-        program_names: names that the program defines.
-        defined: names that the test defines.
-    """
+    """Raise ValueError if a part of the test cannot be separated from the program's names."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(names=names) if any(alias.name == "*" for alias in names):
@@ -461,10 +451,8 @@ def _aliases(tree: ast.Module) -> set[str]:
 
 
 def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast.expr]:
-    """Return copies as in `old = list(xs)` that are made before a call gets `xs`.
-
-    `xs` must be bound before in the same statements, or an earlier round of a loop may change it.
-    """
+    """Return copies as in `old = list(xs)` that are made before a call gets `xs`. `xs` must be
+    bound before in the same statements, or an earlier round of a loop may change it."""
     copies: set[ast.expr] = set()
     for node in ast.walk(tree):
         fresh: set[str] = {node.target.id} if _has_target(node) else set()  # type: ignore
@@ -667,10 +655,8 @@ def _ask_of_attributes(value: ast.expr) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Return lines without trailing blanks, and without blank lines at the end.
-
-    Judges of programs usually ignore these.
-    """
+    """Return lines without blanks at their ends, and at the end, as judges of programs ignore
+    them."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -738,7 +724,8 @@ def _with_calls(test: str) -> str:
         lines = test.splitlines()
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.module in ("solution", "main"):
-                lines[node.lineno - 1 : node.end_lineno] = [""] * _num_lines(node)
+                place = slice(node.lineno - 1, node.end_lineno)
+                lines[place] = [""] * len(lines[place])
         called = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         lines += [
             f"{node.name}()"
@@ -750,10 +737,6 @@ def _with_calls(test: str) -> str:
         ]
         return "\n".join(lines)
     return test
-
-
-def _num_lines(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def call_test(name: str, arguments: Any, output: Any) -> str:
@@ -798,8 +781,7 @@ assert _got == _want or [_got] == _want
 def check_test(test: Any) -> None:
     """Check a test without running anything.
 
-    Raises:
-        ValueError: if `passes` could not judge a program by it.
+    Raises ValueError if `passes` could not judge a program by it.
     """
     match test:
         case {"input": str(), "output": str()}:

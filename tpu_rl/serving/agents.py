@@ -302,10 +302,8 @@ class _AgentEngine:
     # --- generate ---
 
     def generate(self, params: Params, request: RolloutRequest) -> Sampled:
-        """Run the agent once for each completion that the request asks for.
-
-        All processes call it together. Each runs the agents of its own groups.
-        """
+        """Run the agent once for each completion of this process's groups; all processes call
+        together."""
         began = time.perf_counter()
         decoding = self._decoding
         group_size = decoding.config.samples_per_prompt
@@ -368,11 +366,9 @@ class _AgentEngine:
         images: ImageTable | None,
         rounds: Rounds,
     ) -> tuple[dict[int, Outcome], float]:
-        """Run all local episodes, until those that the step takes are over.
-
-        Reward functions judge a group once its episodes are over. Returns the outcomes of all
-        processes' episodes that are taken, and the seconds in which nothing was decoded.
-        """
+        """Run all local episodes, until those that the step takes are over. Reward functions judge
+        a group once its episodes are over. Returns the outcomes of all processes' episodes that are
+        taken, and the seconds in which nothing was decoded."""
         try:
             service = self._idle.pop()
         except IndexError:  # Threads may take one at the same moment.
@@ -521,7 +517,6 @@ class _AgentEngine:
     def _sampler(
         self, images: ImageTable | None, params: Params, rows: int, distribution: Distribution
     ) -> ConversationSampler:
-        del distribution  # That of the run, the only one that episodes may ask for.
         decoding = self._decoding
         config = decoding.config
         reader = self._scorer.tokenizer.images

@@ -74,8 +74,7 @@ class Account:
     def distribution(self, options: Options, default: Distribution) -> Distribution:
         """Return the distribution of tokens for a request.
 
-        Raises:
-            ApiError: if this account may not ask for it.
+        Raises ApiError if this account may not ask for it.
         """
         return options.distribution(default)
 
@@ -86,8 +85,7 @@ class Account:
     def begin(self, prompt: list[int], options: Options) -> OpenCall:
         """Return the next call: its prompt and seed.
 
-        Raises:
-            ApiError: if this account may make no further call.
+        Raises ApiError if this account may make no further call.
         """
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
         return OpenCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
@@ -120,7 +118,6 @@ class EpisodeAccount(Account):
         """Start without calls.
 
         Args:
-            tokenizer: the tokenizer of the run.
             numbers: yields a new number for each conversation.
             row_key: the random key of the episode.
             first_prompt: the ids of the data row's prompt. The first call with them has the
@@ -184,7 +181,6 @@ class EpisodeAccount(Account):
         return left if self._most_calls == 1 else -(-left // 2)
 
     def begin(self, prompt: list[int], options: Options) -> OpenCall:
-        del options
         if self._calls.total() >= self._most_calls:
             raise ApiError(
                 403,  # Clients repeat what gets 429, and it would never succeed.
@@ -335,11 +331,8 @@ class App:
     async def _encoded(
         self, characters: int, encode: Callable[[], list[int]], is_slow: bool = False
     ) -> list[int]:
-        """Return the ids of a text with this number of characters.
-
-        Raises:
-            ApiError: if it is longer than any text that could be read.
-        """
+        """Return the ids of a text. Raises ApiError if it has more characters than could be
+        read."""
         most = MAX_TOKEN_CHARACTERS * self.limits.max_model_len
         if characters > most:
             raise ApiError(
@@ -415,10 +408,8 @@ class App:
     async def _turns(
         self, account: Account, prompt: list[int], options: Options
     ) -> AsyncGenerator[Turn | None]:
-        """Yield None when a call is accepted, then the turn as it grows; the last one is whole.
-
-        The turn is noted in the account.
-        """
+        """Yield None when a call is accepted, then the turn as it grows; the whole one is noted in
+        the account."""
         distribution = account.distribution(options, self.default)
         left = self.limits.max_model_len - len(prompt)
         if left <= 0:
@@ -516,10 +507,7 @@ class App:
 
 
 def _cut(turn: Turn, find_end: Callable[[list[int]], int | None]) -> Turn:
-    """Return the turn up to its first stop string or stop token.
-
-    The sampler would have drawn the same tokens up to there without a stop.
-    """
+    """Return the turn up to its first stop: the sampler draws the same tokens without one."""
     end = find_end(turn.tokens)
     if end is None or end > len(turn.tokens):
         return turn

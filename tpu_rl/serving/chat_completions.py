@@ -83,10 +83,7 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
     return [
         {
             **call,
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": replies.arguments_of(call),
-            },
+            "function": {"name": call["function"]["name"], "arguments": replies.arguments_of(call)},
         }
         for call in reply.calls
     ]

@@ -74,7 +74,6 @@ def application(
     """Return the ASGI application of a table of endpoints.
 
     Args:
-        endpoints: the table.
         find_account: API key, or None without one -> account; None or False if the key is wrong.
         rest: answers the requests that no endpoint matches, whatever their methods and paths.
         is_open: no key is needed. Then only requests to a loopback name are answered, so that no
@@ -126,10 +125,7 @@ def application(
 
 
 def _value(endpoint: Endpoint, request: Request, body: bytes) -> Any:
-    """Return the value of a body; None of a request that has none.
-
-    Browsers send bodies of other types than JSON without a question to the server first.
-    """
+    """Return the value of a body, None without one. Only JSON: browsers send others unasked."""
     if request.method not in ("POST", "PUT") or not endpoint.is_json:
         return body
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -152,8 +148,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, first: bytes, others: AsyncGenerator[bytes], error_body: ErrorBody):
         super().__init__(
-            self._parts(first, error_body),
-            headers={"content-type": "text/event-stream"},
+            self._parts(first, error_body), headers={"content-type": "text/event-stream"}
         )
         self._others = others
 
@@ -208,8 +203,7 @@ class Bodies:
     async def read(self, request: Request) -> bytes:
         """Return the body of a request. `held` has it until the request is answered.
 
-        Raises:
-            ApiError: if it is too long, does not arrive in time, or there are too many.
+        Raises ApiError if it is too long, does not arrive in time, or there are too many.
         """
         body = bytearray()
         size = 0

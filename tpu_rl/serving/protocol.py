@@ -119,8 +119,7 @@ class TextRequest:
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """Return the value of a JSON text.
 
-    Raises:
-        ApiError: if it is none, or nested so deeply that functions which walk it would fail.
+    Raises ApiError if it is none, or nested so deeply that functions which walk it would fail.
     """
     try:
         value = json.loads(text)
@@ -321,8 +320,7 @@ def call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
 def arguments(text: str, place: str) -> dict[str, Any]:
     """Return the arguments of a call, which clients send as JSON.
 
-    Raises:
-        ApiError: if they are none.
+    Raises ApiError if they are none.
     """
     value = parse_json(text, place) if text else {}
     if not isinstance(value, dict):
@@ -373,10 +371,7 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
 def _image(fields: Fields, kind: str, place: str) -> bytes:
-    """Return the file of an image, which must stand in the request itself.
-
-    Nothing is fetched, and no file of the server's machine is read.
-    """
+    """Return an image's file, which must stand in the request: nothing else is read or fetched."""
     if kind == "image":
         source = Fields(fields.require("source", dict), f"{place}.source")
         form = source.require("type", str)

@@ -44,8 +44,7 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens; port 0 is any free port.
 
-    Raises:
-        InputError: if the address cannot be used.
+    Raises InputError if the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

@@ -123,7 +123,6 @@ class Store:
         """Write an object unless it has changed since it was `seen`.
 
         Args:
-          name: the object.
           content: the new content; None deletes the object.
           seen: the version that this write may replace.
 

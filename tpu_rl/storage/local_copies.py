@@ -133,9 +133,7 @@ def _copy_changed(store: gcs.Store, names: Sequence[str], copy: Path) -> None:
         for name, version in store.read_changed(batch, copied).items():
             if version.content is None:
                 raise InputError(
-                    "no such object",
-                    where=f"{store.address}/{name}",
-                    fix="correct the address",
+                    "no such object", where=f"{store.address}/{name}", fix="correct the address"
                 )
             generations.pop(name, None)
             _write(record, json.dumps(generations).encode())

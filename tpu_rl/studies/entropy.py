@@ -60,8 +60,7 @@ def entropy_of(model: Model, params: Params, rollout: Rollout) -> Callable[[floa
 def temperature_for(entropy: Callable[[float], float], target: float) -> float:
     """Return the temperature at which a rising function has a value, within 0.001.
 
-    Raises:
-        InputError: if no temperature of `RANGE` has it.
+    Raises InputError if no temperature of `RANGE` has it.
     """
     low, high = RANGE
     if not entropy(low) <= target <= entropy(high):

@@ -162,10 +162,8 @@ def in_batches(
     ends: np.ndarray,
     batch_size: int,
 ) -> np.ndarray:
-    """Return function(tokens, begins, ends) of all rows, computed `batch_size` rows at a time.
-
-    The last batch repeats its last row, to keep its shape.
-    """
+    """Return function(tokens, begins, ends) of all rows, computed `batch_size` rows at a time. The
+    last batch repeats its last row, to keep its shape."""
     num_rows = len(begins)
     size = min(batch_size, num_rows)
     tokens = np.asarray(rollout.tokens)
@@ -190,7 +188,6 @@ def judge(
     begins, ends = spans(reference.rollout)
 
     def batch_scores(tokens: Array, begins: Array, ends: Array) -> Array:
-        del begins
         return guided_policy.last_return(
             guided.q, guided.support, guided.reads, guided.params, tokens, ends
         )

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import sampler
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, refused
 from tpu_rl.evaluation import intervals
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rollout.prompts import stop_at
@@ -124,8 +124,6 @@ def evaluate(
     """Return each measure of each task, as "TASK MEASURE", with its 95 % interval.
 
     Args:
-        model: the model.
-        tasks: of `load_tasks`.
         limit: examples of a task; None is all of them.
         seed: of samples, for tasks that draw them.
         apply_chat_template: ask by conversations. Otherwise the model continues texts.
@@ -136,17 +134,15 @@ def evaluate(
     import lm_eval  # pyright: ignore[reportMissingImports]
 
     manager, names = tasks
-    try:
-        manager.load(names)
     # What the library that reads data sets raises has no common type.
-    except Exception as error:
-        raise InputError(
-            "the data of a task cannot be read",
-            where=f"--tasks {' '.join(names)}",
-            why=f"{type(error).__name__}: {str(error)[:300]}",
-            fix="most tasks download their data: run once with a network, or use a YAML file of "
-            "your own with `dataset_path: json`",
-        ) from None
+    with refused(
+        Exception,
+        "the data of a task cannot be read",
+        where=f"--tasks {' '.join(names)}",
+        fix="most tasks download their data: run once with a network, or use a YAML file of "
+        "your own with `dataset_path: json`",
+    ):
+        manager.load(names)
     results = lm_eval.simple_evaluate(
         _as_lm(model, seed, apply_chat_template),
         tasks=names,
@@ -303,7 +299,6 @@ def complete(
     """Return a completion of each prompt, up to the first stop string.
 
     Args:
-        model: the model.
         prompts: token ids. Long ones lose their beginning.
         settings: the keys of a task's `generation_kwargs`.
         seed: of samples.

@@ -37,8 +37,7 @@ def flip(
 ) -> tuple[Sequence[Row], Sequence[Row]]:
     """Return (training rows, some with wrong labels, held-out rows), and say how many there are.
 
-    Raises:
-        InputError: if the rows have no label that has an opposite, or none is flipped.
+    Raises InputError if the rows have no label that has an opposite, or none is flipped.
     """
     label = _label(spec, train[0])
     if label == "chosen":

@@ -209,7 +209,6 @@ def engine(decoding: Decoding, scorer: Scorer, search: StepSearch) -> Engine:
             thoughts.
         scorer: its rewards judge the completions; the one named `search.judge` also judges their
             beginnings.
-        search: the method.
     """
     whole = make_engine(decoding, scorer)
     num_samples = decoding.config.samples_per_prompt

@@ -245,14 +245,12 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each well-formed completion with the right answer, else 0."""
-    del prompts
     answers = [parse_answer(text_of(completion)) for completion in completions]
     return [float(value == int(right)) for value, right in zip(answers, answer, strict=True)]
 
 
 def well_formed(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each well-formed completion, right or wrong, else 0."""
-    del prompts
     return [float(parse_answer(text_of(completion)) is not None) for completion in completions]
 
 
@@ -281,24 +279,13 @@ def terms_slice(row: Row) -> tuple[str, ...]:
 # --- the task ---
 
 
-def _train_rows(data: ArithmeticData, seed: int) -> ArithmeticSource:
-    return ArithmeticSource(data.train, "train", seed=seed)
-
-
-def _demonstrations(data: ArithmeticData, seed: int) -> ArithmeticDemonstrations:
-    return ArithmeticDemonstrations(data.train, seed, data.written_share)
-
-
-def _evaluation_rows(data: ArithmeticData, count: int) -> ArithmeticSource:
-    del count
-    return ArithmeticSource(data.evaluation, "eval", seed=0)
-
-
 TASK = Task(
     settings=ArithmeticData,
-    train_rows=_train_rows,
-    demonstrations=_demonstrations,
-    evaluation_rows=_evaluation_rows,
+    train_rows=lambda data, seed: ArithmeticSource(data.train, "train", seed=seed),
+    demonstrations=lambda data, seed: ArithmeticDemonstrations(
+        data.train, seed, data.written_share
+    ),
+    evaluation_rows=lambda data, count: ArithmeticSource(data.evaluation, "eval", seed=0),
     label_steps=label_steps,
     variants=variants,
     slices_of=terms_slice,

@@ -34,7 +34,6 @@ class Calculator(PlainState):
 
     def reset(self, answer: str, **row: Any) -> None:
         """Begin a problem."""
-        del row
         self._answer = answer
         self._text = ""
 
@@ -100,7 +99,6 @@ def right_marks(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) ->
 
     Results may be rounded to a hundredth.
     """
-    del prompts
     return [_share_of_right(_joined(completion)) for completion in completions]
 
 

@@ -422,16 +422,11 @@ def _rows(data: MiniShellData, seed: int) -> MiniShellSource:
     return MiniShellSource(data, "train", seed)
 
 
-def _evaluation_rows(data: MiniShellData, count: int) -> MiniShellSource:
-    del count
-    return MiniShellSource(data, "eval")
-
-
 TASK = Task(
     settings=MiniShellData,
     train_rows=_rows,
     demonstrations=_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: MiniShellSource(data, "eval"),
 )
 
 ENVIRONMENTS = {"mini_shell": MiniShell}

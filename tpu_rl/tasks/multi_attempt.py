@@ -46,7 +46,6 @@ class MultiAttempt(PlainState):
         **row: Any,
     ) -> str | None:
         """Begin a problem, and say how many attempts there are."""
-        del row
         self._is_expression = isinstance(prompt, str) and set(prompt) <= set(arithmetic.ALPHABET)
         if is_evaluation:
             self._left = max_turns

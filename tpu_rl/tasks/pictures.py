@@ -130,7 +130,6 @@ def correct(
 
     Thoughts are left out.
     """
-    del prompts
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         text = answer_text(text_of(completion))
@@ -140,28 +139,16 @@ def correct(
     return rewards
 
 
-def _train_rows(data: PicturesData, seed: int) -> PicturesSource:
-    return PicturesSource(data, "train", data.rows, seed)
-
-
-def _demonstrations(data: PicturesData, seed: int) -> PicturesSource:
-    return PicturesSource(data, "train", data.rows, seed, shows_steps=True)
-
-
-def _evaluation_rows(data: PicturesData, count: int) -> PicturesSource:
-    return PicturesSource(data, "eval", count)
-
-
 TASK = Task(
     settings=PicturesData,
-    train_rows=_train_rows,
-    demonstrations=_demonstrations,
-    evaluation_rows=_evaluation_rows,
+    train_rows=lambda data, seed: PicturesSource(data, "train", data.rows, seed),
+    demonstrations=lambda data, seed: PicturesSource(
+        data, "train", data.rows, seed, shows_steps=True
+    ),
+    evaluation_rows=lambda data, count: PicturesSource(data, "eval", count),
 )
 
-VERIFIERS = {
-    "pictures": Verifier(correct),
-}
+VERIFIERS = {"pictures": Verifier(correct)}
 
 
 def _sample(config: PicturesData, generator: np.random.Generator) -> tuple[str, str, np.ndarray]:
@@ -212,7 +199,6 @@ class PictureLook:
 
     def reset(self, sharp: bytes, cells: int, answer: str, **row: Any) -> None:
         """Take a row of `PicturesSource` with the questions "look"."""
-        del row
         from PIL import Image
 
         self._sharp = np.asarray(Image.open(io.BytesIO(sharp)))

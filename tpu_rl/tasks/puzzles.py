@@ -39,7 +39,7 @@ from tpu_rl.rewards.verifier import AnswerReaders, Verifier
 from tpu_rl.tasks import arithmetic
 
 if TYPE_CHECKING:
-    from tpu_rl.data import Row
+    pass
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -130,7 +130,6 @@ def _countdown(config: PuzzlesData, generator: np.random.Generator) -> Puzzle:
 
 
 def _is_countdown(prompt: str, said: str, answer: str) -> float:
-    del answer
     target, *numbers = map(int, re.findall(r"-?\d+", prompt.partition(". Use")[0]))
     used = sorted(map(int, re.findall(r"\d+", said)))
     return float(used == sorted(numbers) and _value(said) == target)
@@ -192,7 +191,6 @@ def trace(lines: Sequence[str]) -> list[tuple[int, dict[str, int]]]:
     states: list[dict[str, int]] = []
 
     def watch(frame: FrameType, event: str, argument: Any) -> Any:
-        del argument
         if frame.f_code is not code:
             return None
         if event in ("line", "return"):
@@ -284,7 +282,6 @@ def _is_step(edges: set[frozenset[int]], distance: dict[int, int], a: int, b: in
 
 
 def _is_path(prompt: str, said: str, answer: str) -> float:
-    del answer
     edges, start, goal = _read_graph(prompt)
     path = [int(number) for number in re.findall(r"\d{1,4}", said)]
     distance = _distances(edges, goal)
@@ -345,12 +342,10 @@ def _ordered_steps(config: PuzzlesData, generator: np.random.Generator) -> Puzzl
 
 
 def _is_same(prompt: str, said: str, answer: str) -> float:
-    del prompt
     return float(_plain(said) == _plain(answer))
 
 
 def _in_place(prompt: str, said: str, answer: str) -> float:
-    del prompt
     right = _plain(answer).split(";")
     steps = _plain(said).split(";")
     if len(steps) != len(right):
@@ -432,28 +427,17 @@ def puzzle(
     return values
 
 
-def _kind_slice(row: Row) -> tuple[str, ...]:
-    return (row["kind"],)
-
-
 def _train_rows(data: PuzzlesData, seed: int) -> PuzzlesSource:
     return PuzzlesSource(data, "train", seed)
-
-
-def _evaluation_rows(data: PuzzlesData, count: int) -> PuzzlesSource:
-    del count
-    return PuzzlesSource(data, "eval")
 
 
 TASK = Task(
     settings=PuzzlesData,
     train_rows=_train_rows,
     demonstrations=_train_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: PuzzlesSource(data, "eval"),
     label_steps=label_steps,
-    slices_of=_kind_slice,
+    slices_of=lambda row: (row["kind"],),
 )
 
-VERIFIERS = {
-    "puzzles": Verifier(puzzle, AnswerReaders(read_answer)),
-}
+VERIFIERS = {"puzzles": Verifier(puzzle, AnswerReaders(read_answer))}

@@ -77,10 +77,6 @@ class ReasoningGymSource:
         }
 
 
-def _train_rows(data: ReasoningGymData, seed: int) -> ReasoningGymSource:
-    return ReasoningGymSource(data, "train", seed)
-
-
 def _demonstrations(data: ReasoningGymData, seed: int) -> ReasoningGymSource:
     raise InputError(
         "tasks of reasoning-gym have no solutions to imitate",
@@ -101,7 +97,7 @@ def _evaluation_rows(data: ReasoningGymData, count: int) -> ReasoningGymSource:
 
 TASK = Task(
     settings=ReasoningGymData,
-    train_rows=_train_rows,
+    train_rows=lambda data, seed: ReasoningGymSource(data, "train", seed),
     demonstrations=_demonstrations,
     evaluation_rows=_evaluation_rows,
 )

@@ -83,7 +83,6 @@ def reverse(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each completion that is the reversed string after a hash, else 0."""
-    del prompts
     return [
         float(text_of(completion) == f"#{right}")
         for completion, right in zip(completions, answer, strict=True)
@@ -98,7 +97,6 @@ def reverse_characters(
     Characters beyond the answer's length count as wrong ones. A completion without a hash at its
     start gets 0.
     """
-    del prompts
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         text = text_of(completion)
@@ -139,11 +137,6 @@ def _rows(data: ReverseData, seed: int) -> ReverseSource:
     return ReverseSource(data, "train", seed)
 
 
-def _evaluation_rows(data: ReverseData, count: int) -> ReverseSource:
-    del count
-    return ReverseSource(data, "eval")
-
-
 def length_slice(row: Row) -> tuple[str, ...]:
     """Return the slice of a problem: the length of its string."""
     return (f"length_{len(row['answer'])}",)
@@ -153,7 +146,7 @@ TASK = Task(
     settings=ReverseData,
     train_rows=_rows,
     demonstrations=_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: ReverseSource(data, "eval"),
     slices_of=length_slice,
 )
 

@@ -153,13 +153,11 @@ def _lines(completion: str | Sequence[Mapping[str, Any]]) -> list[str]:
 
 def called(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each completion with a well-formed search, else 0."""
-    del prompts
     return [float(any(map(_SEARCH.fullmatch, _lines(each)))) for each in completions]
 
 
 def formatted(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each completion that ends with an answer, else 0."""
-    del prompts
     return [float(_ANSWER.fullmatch(_lines(each)[-1]) is not None) for each in completions]
 
 
@@ -167,7 +165,6 @@ def right(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each completion that ends with the right answer, else 0."""
-    del prompts
     return [
         float(_lines(completion)[-1] == f"answer {truth}")
         for completion, truth in zip(completions, answer, strict=True)
@@ -245,16 +242,11 @@ def _rows(data: SearchData, seed: int) -> SearchSource:
     return SearchSource(data, "train", seed)
 
 
-def _evaluation_rows(data: SearchData, count: int) -> SearchSource:
-    del count
-    return SearchSource(data, "eval")
-
-
 TASK = Task(
     settings=SearchData,
     train_rows=_rows,
     demonstrations=_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: SearchSource(data, "eval"),
     # A careless user's demonstrations do not earn them, so they are no rewards of the task.
 )
 

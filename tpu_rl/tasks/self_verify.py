@@ -41,7 +41,6 @@ class SelfVerify(PlainState):
 
     def reset(self, prompt: Any, answer: str, max_turns: int = 2, **row: Any) -> None:
         """Begin a problem."""
-        del row
         self._is_expression = isinstance(prompt, str) and set(prompt) <= set(arithmetic.ALPHABET)
         self._answer = str(answer)
         self._asks = max_turns > 1

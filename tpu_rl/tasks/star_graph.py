@@ -110,7 +110,6 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[float]:
     """Return 1 for each completion that is the whole path from the center to the goal, else 0."""
-    del prompts
     paths = [parse_path(text_of(completion)) for completion in completions]
     return [float(path == parse_path(right)) for path, right in zip(paths, answer, strict=True)]
 
@@ -119,20 +118,14 @@ def _train_rows(data: StarGraphData, seed: int) -> StarGraphSource:
     return StarGraphSource(data.graph, data.split, data.rows, seed, data.demonstrated)
 
 
-def _evaluation_rows(data: StarGraphData, count: int) -> StarGraphSource:
-    return StarGraphSource(data.graph, "eval", count)
-
-
 TASK = Task(
     settings=StarGraphData,
     train_rows=_train_rows,
     demonstrations=_train_rows,
-    evaluation_rows=_evaluation_rows,
+    evaluation_rows=lambda data, count: StarGraphSource(data.graph, "eval", count),
 )
 
-VERIFIERS = {
-    "star_graph": Verifier(correct),
-}
+VERIFIERS = {"star_graph": Verifier(correct)}
 
 
 def _sample(config: StarGraph, generator: np.random.Generator) -> tuple[str, str, str]:

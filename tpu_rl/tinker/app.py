@@ -321,10 +321,8 @@ class TinkerApp:
         return _promise(self.own.submit(model_id, number, work, size))
 
     def _queued(self, fields: Fields, read: Callable[[Fields, Run], Work]) -> Answer:
-        """Queue the work which `read` makes of a request.
-
-        An error of `read` becomes the result, since later requests wait for this number.
-        """
+        """Queue the work that `read` makes. Its error becomes the result: later requests wait for
+        the number."""
         model_id = fields.require("model_id", str)
         number = fields.require("seq_id", int)
         _, run = self.own.run_of(model_id)
@@ -378,7 +376,7 @@ class TinkerApp:
         params.only("type", "adamw", "adam")
         settings = {}
         for name, default in ADAM.items():
-            value = params.take(name, NUMBER, _is_float32)
+            value = params.take(name, NUMBER, lambda x: abs(x) <= float(np.finfo(np.float32).max))
             settings[name] = default if value is None else float(value)
         params.finish()
         for name, value in settings.items():
@@ -672,10 +670,6 @@ def _is_short(value: Any) -> bool:
 
 def _is_lifetime(seconds: int) -> bool:
     return 1 <= seconds <= store.MOST_SECONDS
-
-
-def _is_float32(value: float) -> bool:
-    return abs(value) <= float(np.finfo(np.float32).max)
 
 
 def _lora_spec(values: Any) -> LoraSpec:

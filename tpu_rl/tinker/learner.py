@@ -103,7 +103,6 @@ def target_log_probs(model: Model, params: Params, rows: PackedRows, targets: Ta
         return log_probs_of_hidden(role, params, hidden, predicted).log_probs[..., None]
 
     def of_chunk(tokens: Array, states: Array, several: Array) -> Array:
-        del tokens
         logits = role.logits(params, states)
         chosen = jnp.take_along_axis(logits, several, axis=-1)
         return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -238,8 +237,7 @@ class Learner:
     ) -> Outputs:
         """Add the gradient of a checked request to that of the adapter.
 
-        Raises:
-            ApiError: if the loss or its gradient is not finite; the adapter is then as before.
+        Raises ApiError if the loss or its gradient is not finite; the adapter is then as before.
         """
         batch, unpack = self._pack({**losses.LOSSES[name].settings, **settings}, data)
         gradients = adapter.gradients
@@ -283,9 +281,8 @@ class Learner:
     def step(self, adapter: Adapter, settings: Mapping[str, float]) -> dict[str, float]:
         """Take a step of Adam with the gradient so far, which is then zero; return its metrics.
 
-        Raises:
-            ApiError: if there is no gradient, or the step has numbers that are not finite. The
-                adapter is then as before, without its gradient.
+        Raises ApiError if there is no gradient, or the step has numbers that are not finite. The
+        adapter is then as before, without its gradient.
         """
         if adapter.gradients is None:
             raise ApiError(
@@ -362,7 +359,6 @@ class Learner:
         hidden = role.hidden(params, rows)
 
         def of_chunk(tokens: Array, states: Array) -> tuple[Array, Array]:
-            del tokens
             return jax.lax.top_k(jax.nn.log_softmax(role.logits(params, states)), top)
 
         chunk = tokens_at_once(vocabulary(role, params, hidden))
@@ -374,10 +370,8 @@ class Learner:
     def _pack(
         self, settings: Mapping[str, Any], data: list[Datum], width: int | None = None
     ) -> tuple[Batch, Callable[[Array], list[np.ndarray]]]:
-        """Pack data into rows.
-
-        Returns the rows, and a function from values [K, R, A, ...] to those of each datum [n, ...].
-        """
+        """Pack data into rows. Returns them, and a function from [K, R, A, ...] to values of each
+        datum."""
         longest = max(len(datum.tokens) for datum in data)
         if longest > self.max_length:
             raise ApiError(
@@ -417,10 +411,8 @@ def _adam_step(
     params: Params, moments: Moments, gradients: Params, settings: Mapping[str, Array]
 ) -> tuple[Params, Moments, Array, Array]:
     """Return the params and moments after a step of AdamW, the gradient's norm, and if all are
-    finite; if not, both are as before.
-
-    As in torch.optim.AdamW, with gradients clipped as by torch.nn.utils.clip_grad_norm_.
-    """
+    finite; if not, both are as before. As in torch.optim.AdamW, with gradients clipped as by
+    torch.nn.utils.clip_grad_norm_."""
     norm = optax.tree.norm(gradients)
     most = settings["grad_clip_norm"]
     clip = jnp.where(most > 0, jnp.minimum(1.0, most / (norm + 1e-6)), 1.0)

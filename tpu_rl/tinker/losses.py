@@ -78,7 +78,6 @@ class Loss(NamedTuple):
 
 
 def _cross_entropy(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
-    del beta
     return -(numbers.weights * log_probs).sum(-1)
 
 
@@ -86,7 +85,6 @@ def _of_ratio(surrogate: Callable[..., Any], has_bounds: bool = True) -> Callabl
     """Return the losses of a surrogate of this library, 0 where the advantage is 0."""
 
     def losses(log_probs: Array, numbers: Numbers, beta: Array) -> Array:
-        del beta
         log_probs = log_probs[..., 0]
         counts = numbers.advantages != 0
         # Where nothing counts, numbers without a gradient: zero times infinity would be NaN.
@@ -148,8 +146,7 @@ def require(name: str) -> None:
 def check(name: str, settings: Mapping[str, float | str], data: list[Datum], vocab: int) -> float:
     """Check a request's loss and the numbers of its data; return beta, or 0 if it has none.
 
-    Raises:
-        ApiError: if the loss is not supported, or data and settings are not those that it reads.
+    Raises ApiError if the loss is not supported, or data and settings are not those that it reads.
     """
     require(name)
     loss = LOSSES[name]

@@ -159,10 +159,7 @@ class RowWeights:
 
 
 def sampler_factory(
-    learner: Learner,
-    tokenizer: Tokenizer,
-    snapshot: Callable[[Hashable], Params],
-    num_slots: int,
+    learner: Learner, tokenizer: Tokenizer, snapshot: Callable[[Hashable], Params], num_slots: int
 ) -> Callable[[Any], ConversationSampler]:
     """Return a function that makes the sampler of a `Decoding`."""
     length = learner.max_length

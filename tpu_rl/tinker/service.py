@@ -263,11 +263,7 @@ class Sessions:
             return sum(len(s.runs) for s in self.by_id.values() if s.status is None)
 
     def create(self, about: dict[str, Any]) -> Session:
-        """Return a new session.
-
-        Raises:
-            ApiError: if there are too many.
-        """
+        """Return a new session. Raises ApiError if there are too many."""
         session = Session(str(uuid.uuid4()), about, self)
         with self.service.lock:
             ended = [other for other in self.by_id.values() if other.status is not None]
@@ -279,11 +275,7 @@ class Sessions:
         return session
 
     def session(self, session_id: str) -> Session:
-        """Return a session that goes on.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a session that goes on. Raises ApiError if there is none."""
         session = self.by_id.get(session_id)
         if session is None:
             raise ApiError(
@@ -317,11 +309,7 @@ class Sessions:
         self.service.wake()
 
     def run_of(self, model_id: str) -> tuple[Session, Run]:
-        """Return a training client, with its session.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a training client, with its session. Raises ApiError if there is none."""
         session_id, _, number = model_id.partition(":train:")
         session = self.session(session_id)
         run = session.runs.get(int(number)) if re.fullmatch("[0-9]{1,9}", number) else None
@@ -334,8 +322,7 @@ class Sessions:
     ) -> str:
         """Let a training client be made; return the id of the request.
 
-        Raises:
-            ApiError: if there are too many.
+        Raises ApiError if there are too many.
         """
         _require_number(number, "model_seq_id")
         session = self.session(session_id)
@@ -399,11 +386,7 @@ class Sessions:
         return sampler
 
     def sampler(self, sampler_id: str) -> tuple[Session, Sampler]:
-        """Return a sampling client, with its session.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a sampling client, with its session. Raises ApiError if there is none."""
         session = self.session(sampler_id.partition(":sample:")[0])
         sampler = session.samplers.get(sampler_id)
         if sampler is None:
@@ -426,11 +409,7 @@ class Sessions:
         return request_id
 
     def job(self, request_id: str) -> Job:
-        """Return a request whose result may be fetched.
-
-        Raises:
-            ApiError: if there is none.
-        """
+        """Return a request whose result may be fetched. Raises ApiError if there is none."""
         session = self.session(request_id.partition(":")[0])
         job = session.jobs.get(request_id)
         if job is None:
@@ -449,8 +428,7 @@ class Sessions:
     ) -> None:
         """Save an adapter among the user's states.
 
-        Raises:
-            ApiError: if it cannot be written, or the user has no room for it.
+        Raises ApiError if it cannot be written, or the user has no room for it.
         """
         most = self.user.most_bytes
         size = 0 if most is None else self.store.size()
@@ -486,9 +464,6 @@ class Service:
         """Start without sessions.
 
         Args:
-            learner: the model and its programs.
-            tokenizer: the tokenizer of the model.
-            store: where states are saved.
             num_slots: completions decoded at once.
             most_runs: training clients at once, of all sessions.
             users: who have sessions.
@@ -527,11 +502,8 @@ class Service:
         self._pump.wake()
 
     def make_room(self, session: Session, size: int) -> None:
-        """Forget results that were fetched, if a request of this size needs their memory.
-
-        Raises:
-            ApiError: if that is not enough.
-        """
+        """Forget results that were fetched, if a request of this size needs their memory. Raises
+        ApiError if that is not enough."""
         for sessions, most in (([session], SESSION_BYTES), (self.sessions, ALL_BYTES)):
             held = sum(other.held for other in sessions)
             if held + size > most:
@@ -680,10 +652,7 @@ class Service:
                     self.snapshots.drop(oldest.snapshot)
 
     def _end(self, session: Session, status: dict[str, Any]) -> None:
-        """Save the states of a session's runs, and drop everything else of it.
-
-        If one cannot be saved, the session goes on for a while, and this is tried again.
-        """
+        """Save a session's states and drop it; if one cannot be saved, it is tried again later."""
         failures = []
         for run in session.runs.values():
             if run.adapter is None or not run.adapter.steps:
@@ -725,11 +694,7 @@ class Service:
     # --- work of training clients ---
 
     def adapter(self, run: Run) -> Adapter:
-        """Return the adapter of a training client.
-
-        Raises:
-            ApiError: if it could not be made.
-        """
+        """Return the adapter of a training client. Raises ApiError if it could not be made."""
         if run.adapter is None:
             raise ApiError(400, f"{run.model_id} has no adapter: it could not be created")
         return run.adapter

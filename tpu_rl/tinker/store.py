@@ -66,17 +66,12 @@ class Store:
         return Store(self.root / "users" / user, self.learner, self.base)
 
     def save(
-        self,
-        path: str,
-        adapter: Adapter,
-        about: Mapping[str, Any],
-        seconds: int | None = None,
+        self, path: str, adapter: Adapter, about: Mapping[str, Any], seconds: int | None = None
     ) -> None:
         """Save an adapter, with the optimizer if `path` is one of a state.
 
         Args:
             path: a path of Tinker.
-            adapter: the adapter.
             about: further facts, which `describe` returns.
             seconds: the state expires after this time; None: never.
         """
@@ -99,11 +94,8 @@ class Store:
 
     @contextmanager
     def _replacement(self, path: str) -> Iterator[Path]:
-        """Yield the name of a folder, which becomes the state's when it is written.
-
-        Raises:
-            ApiError: if it cannot be written; the state is then as before.
-        """
+        """Yield a folder that becomes the state's when written. Raises ApiError, and leaves it as
+        before."""
         folder = self.folder(path)
         hidden = folder.parent / f".{folder.name}.{time.time_ns()}"
         unfinished, replaced = (hidden.with_name(hidden.name + s) for s in (UNFINISHED, REPLACED))
@@ -178,7 +170,6 @@ class Store:
 
     def _tree(self, arrays: Mapping[str, np.ndarray], name: str, like: Any) -> Any:
         def of_path(path: tuple, leaf: Any) -> np.ndarray:
-            del leaf
             return arrays[f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"]
 
         return self.learner.padded(jax.tree_util.tree_map_with_path(of_path, like))
@@ -186,20 +177,12 @@ class Store:
     # --- paths ---
 
     def folder(self, path: str) -> Path:
-        """Return the folder of a path.
-
-        Raises:
-            ApiError: if the text is no path of Tinker.
-        """
+        """Return the folder of a path. Raises ApiError if the text is no path of Tinker."""
         run, kind, name = parse(path)
         return self.root / run.replace(":", "_") / kind / name
 
     def describe(self, path: str) -> dict[str, Any]:
-        """Return the facts that were saved with a state.
-
-        Raises:
-            ApiError: if there is nothing.
-        """
+        """Return the facts that were saved with a state. Raises ApiError if there is nothing."""
         folder = self.folder(path)
         about: Any = None
         try:
@@ -228,8 +211,7 @@ class Store:
     def delete(self, path: str) -> None:
         """Delete a saved state, which may be damaged.
 
-        Raises:
-            ApiError: if there is none, or it cannot be deleted.
+        Raises ApiError if there is none, or it cannot be deleted.
         """
         folder = self.folder(path)
         try:
@@ -278,11 +260,7 @@ def _is_description(value: Any) -> bool:
 
 
 def parse(path: str) -> tuple[str, str, str]:
-    """Return (run, kind, name) of a path.
-
-    Raises:
-        ApiError: if the text is no path of Tinker.
-    """
+    """Return (run, kind, name) of a path. Raises ApiError if the text is no path of Tinker."""
     parts = path.removeprefix(SCHEME).split("/")
     is_path = (
         path.startswith(SCHEME)

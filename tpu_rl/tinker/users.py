@@ -42,11 +42,7 @@ class User(NamedTuple):
 
 
 def read(path: Path) -> list[User]:
-    """Read the users of a file.
-
-    Raises:
-        InputError: if it is no file of keys.
-    """
+    """Read the users of a file. Raises InputError if it is no file of keys."""
     try:
         tables = tomllib.loads(run_files.read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:

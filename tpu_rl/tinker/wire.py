@@ -128,8 +128,7 @@ class ForwardBackward(NamedTuple):
 def parse_forward_backward(body: bytes) -> Any:
     """Return the message of a body, with its `model_id` and `seq_id`.
 
-    Raises:
-        ApiError: if the body is no request at all.
+    Raises ApiError if the body is no request at all.
     """
     message = make("ForwardBackwardRequest")
     try:
@@ -142,8 +141,7 @@ def parse_forward_backward(body: bytes) -> Any:
 def forward_backward(message: Any) -> ForwardBackward:
     """Return the request of a message.
 
-    Raises:
-        ApiError: if it is wrong, or its tensors, which may be sparse, were too large.
+    Raises ApiError if it is wrong, or its tensors, which may be sparse, were too large.
     """
     _require_known(message, "the request")
     _require_size(message)

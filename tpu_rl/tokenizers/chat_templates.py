@@ -85,8 +85,6 @@ def render(
     """Return the text of a conversation.
 
     Args:
-        template: the chat template.
-        messages: the conversation.
         add_generation_prompt: whether to add the beginning of the assistant's turn.
         variables: what else the template reads, such as special tokens by their names.
         tools: descriptions of the functions that the assistant may call.
@@ -196,10 +194,8 @@ class _Worker:
         weakref.finalize(self, _stop, self._process)
 
     def call(self, request: dict[str, Any]) -> list[Any] | None:
-        """Return [text, error, spans], or None if the process has ended.
-
-        One of text and error is None.
-        """
+        """Return [text, error, spans], of which text or error is None; None if the process has
+        ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(

@@ -94,7 +94,6 @@ def turns_by_difference(
     line break, is no part of the turn: there the sampler has stopped already.
 
     Args:
-        conversation: the conversation.
         answers: positions of the assistant's messages.
         ends: literals of the control tokens that end a turn.
     """
@@ -120,10 +119,8 @@ def turns_by_marks(
 ) -> tuple[str, list[Turn]]:
     """Return (text, its assistant's turns), as the template's {% generation %} blocks mark them.
 
-    A control token that ends a turn and directly follows the block belongs to the turn.
-
-    Raises:
-        InputError: if the template marks nothing.
+    A control token that ends a turn and directly follows the block belongs to the turn. Raises
+    InputError if the template marks nothing.
     """
     messages = conversation.messages
     text, spans = conversation.render(len(messages), False)
@@ -169,8 +166,7 @@ def _turn(
 def spans_in_turn(message: Message, turn: str) -> list[dict[str, Any]]:
     """Return the weighted parts of a message's content, by characters of its rendered turn.
 
-    Raises:
-        InputError: if the turn does not show the content as it is, once.
+    Raises InputError if the turn does not show the content as it is, once.
     """
     spans = message.get(SPAN_WEIGHTS) or []
     if not spans:
@@ -320,8 +316,7 @@ def require_messages(messages: list[Message]) -> None:
 def parse_tools(tools: Tools | None) -> list[Any] | None:
     """Return descriptions of functions as a list; None if there are none.
 
-    Raises:
-        InputError: if they are neither a list of objects nor the JSON text of one.
+    Raises InputError if they are neither a list of objects nor the JSON text of one.
     """
     values: Any = tools
     if isinstance(values, str):

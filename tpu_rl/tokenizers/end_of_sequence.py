@@ -14,10 +14,8 @@ def listed(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the end-of-sequence ids that generation_config.json lists.
 
     Chat models end a turn with more than one. Without that file they are those of config.json, or
-    of the language model in it, as in transformers.
-
-    Raises:
-        InputError: if the file is not a JSON object, or an id is not one of the tokenizer's.
+    of the language model in it, as in transformers. Raises InputError if the file is not a JSON
+    object, or an id is not one of the tokenizer's.
     """
     files = [directory / name for name in (FILE, "config.json") if (directory / name).is_file()]
     if not files:
@@ -53,8 +51,7 @@ def embedding_rows(directory: Path) -> int | None:
 def require(candidates: tuple[int | None, ...], where: str) -> tuple[int, ...]:
     """Return the different ids among the candidates, in their order.
 
-    Raises:
-        InputError: if there is none.
+    Raises InputError if there is none.
     """
     eos_ids = tuple(dict.fromkeys(i for i in candidates if i is not None))
     if not eos_ids:

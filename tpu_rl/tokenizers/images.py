@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 
 MARK = "\ufffc"
 """The object replacement character: an image in a text."""
@@ -224,8 +224,7 @@ class ImageReader:
     def read(self, sources: Sequence[Any]) -> tuple[np.ndarray, list[Layout]]:
         """Return the pieces [p, ...] float32 of images, and the tokens of each image.
 
-        Raises:
-            InputError: if one of them is missing, broken or too large.
+        Raises InputError if one of them is missing, broken or too large.
         """
         processor = self.processor()
         pieces = []
@@ -242,8 +241,7 @@ class ImageReader:
     def layouts(self, sources: Sequence[Any]) -> list[Layout]:
         """Return the tokens of each image by its size alone: its pixels are not read.
 
-        Raises:
-            InputError: if one of them is missing, no image, or too large.
+        Raises InputError if one of them is missing, no image, or too large.
         """
         processor = self.processor()
         layouts = []
@@ -301,10 +299,8 @@ def sources_of(row: Mapping[str, Any]) -> list[Any]:
 def opened(source: Any, folder: Path, place: str, read: Callable[[Any], Any] | None = None) -> Any:
     """Return a PIL image of a path, a data URL, bytes, a dict with one of them, or a PIL image.
 
-    With `read`, what this function makes of the image that PIL has opened and not read.
-
-    Raises:
-        InputError: if it cannot be read.
+    With `read`, what this function makes of the image that PIL has opened and not read. Raises
+    InputError if it cannot be read.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -343,11 +339,7 @@ def opened(source: Any, folder: Path, place: str, read: Callable[[Any], Any] | N
 
 
 def _size(image: Any) -> tuple[int, int]:
-    """Return height and width of a PIL image as people see it.
-
-    Raises:
-        ValueError: if it is too large.
-    """
+    """Return height and width as people see a PIL image. Raises ValueError if it is too large."""
     from PIL import ExifTags
 
     _check_size(image)
@@ -371,11 +363,8 @@ def _check_size(image: Any) -> None:
 
 
 def _in_rgb(image: Any) -> Any:
-    """Return a PIL image as people see it: its first frame, turned as its EXIF data say, in RGB.
-
-    Raises:
-        ValueError: if it is too large, or its numbers have no meaning as colors.
-    """
+    """Return a PIL image's first frame, turned as EXIF says, in RGB. Raises ValueError without
+    colors."""
     from PIL import Image, ImageOps
 
     _check_size(image)
@@ -446,17 +435,15 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
             why=f"there is no {' or '.join(PROCESSOR_FILES)}",
             fix="download preprocessor_config.json with the model",
         )
-    try:
+    with refused(
+        (OSError, ValueError, TypeError, KeyError, ImportError),
+        "the image processor cannot be made",
+        where=directory,
+        fix="use the preprocessor_config.json that was published with the model",
+    ):
         processor = AutoImageProcessor.from_pretrained(
             directory, backend="pil", local_files_only=True
         )
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise InputError(
-            "the image processor cannot be made",
-            where=directory,
-            why=str(error)[:300],
-            fix="use the preprocessor_config.json that was published with the model",
-        ) from error
     known = type(processor).valid_kwargs.__annotations__
     if "do_pan_and_scan" in known and processor.do_pan_and_scan:
         raise InputError(

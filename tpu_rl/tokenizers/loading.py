@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tpu_rl import untrusted_files
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.tokenizers import hugging_face, sentencepiece
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
@@ -35,15 +35,13 @@ def load(path: str | Path) -> Tokenizer:
 
 def _template(file: Path) -> str | None:
     """Return the chat template in a file, None if there is no file. Raises InputError."""
-    try:
+    with refused(
+        UnicodeDecodeError,
+        "the chat template is not UTF-8",
+        where=str(file),
+        fix="download the file again",
+    ):
         return file.read_text(encoding="utf-8") if file.is_file() else None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            "the chat template is not UTF-8",
-            where=str(file),
-            why=str(error),
-            fix="download the file again",
-        ) from error
 
 
 def _resolve(path: str) -> Path:
@@ -80,15 +78,13 @@ def _hub_directory(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     except LocalEntryNotFoundError:
         pass
-    try:
+    with refused(
+        (OSError, ValueError),
+        f"{name} is neither a local directory nor in the local hub cache, "
+        "and could not be downloaded",
+        fix="check the name, or download the model and give its directory",
+    ):
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name} is neither a local directory nor in the local hub cache, "
-            "and could not be downloaded",
-            why=str(error).splitlines()[0],
-            fix="check the name, or download the model and give its directory",
-        ) from error
 
 
 def has_same_tokens(tokenizer: Tokenizer, directory: Path) -> bool:
@@ -107,7 +103,6 @@ def require_same_tokens(tokenizer: Tokenizer, directory: Path, role: str) -> Non
     """Check that a model directory reads the same token ids as the run.
 
     Args:
-        tokenizer: the run's tokenizer.
         directory: a model directory. Without a tokenizer of its own it passes.
         role: the role of the model, for the message.
 

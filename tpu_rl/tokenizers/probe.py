@@ -99,7 +99,6 @@ def require_harmless(file: Path, message: str) -> None:
     """Check a tokenizer.json or a sentencepiece model by a trial.
 
     Args:
-        file: the file.
         message: the first line of the error.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import refused
 from tpu_rl.tokenizers import end_of_sequence, probe
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
@@ -41,7 +41,6 @@ class _SentencePiece:
         return text + self.processor.decode(ordinary)
 
     def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
-        del text, prefix, tools
         return None
 
     @property
@@ -66,15 +65,13 @@ def load(file: Path, chat_template: str | None = None) -> Tokenizer:
 
     probe.require_harmless(file, "not a sentencepiece model")
     processor = sentencepiece.SentencePieceProcessor()
-    try:
+    with refused(
+        (OSError, RuntimeError),
+        "not a sentencepiece model",
+        where=str(file),
+        fix="give a model's directory, or a sentencepiece .model file",
+    ):
         processor.Load(str(file))
-    except (OSError, RuntimeError) as error:
-        raise InputError(
-            "not a sentencepiece model",
-            where=str(file),
-            why=str(error),
-            fix="give a model's directory, or a sentencepiece .model file",
-        ) from error
     size = processor.get_piece_size()
     bos = processor.bos_id() if processor.bos_id() >= 0 else None
     eos = processor.eos_id() if processor.eos_id() >= 0 else None

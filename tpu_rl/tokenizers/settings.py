@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.tokenizers.images import ImageReader, Pixels, Tower
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
 
@@ -57,8 +57,7 @@ def configure(
 ) -> Tokenizer:
     """Return the tokenizer with the settings of a run.
 
-    Raises:
-        InputError: if the template's file is missing or broken, or a setting does not fit it.
+    Raises InputError if the template's file is missing or broken, or a setting does not fit it.
     """
     if config.chat_template is not None:
         tokenizer = with_template(tokenizer, Path(config.chat_template).expanduser())
@@ -93,10 +92,8 @@ def with_images(
 ) -> Tokenizer:
     """Return the tokenizer of a model that reads images; see `ImageReader` for the arguments.
 
-    `around` are the ids of tokens that stand before and behind an image in a text.
-
-    Raises:
-        InputError: if the tokenizer has no token that stands for images.
+    `around` are the ids of tokens that stand before and behind an image in a text. Raises
+    InputError if the tokenizer has no token that stands for images.
     """
     texts = {known: text for text, known in tokenizer.control.items()}
     missing = [known for known in (token_id, *(around or ())) if known not in texts]
@@ -126,8 +123,7 @@ def with_images(
 def with_pixels(tokenizer: Tokenizer, pixels: Pixels) -> Tokenizer:
     """Return the tokenizer of a model that reads images, with other sizes of images.
 
-    Raises:
-        InputError: if its image processor has no such setting, or it reads no images.
+    Raises InputError if its image processor has no such setting, or it reads no images.
     """
     if pixels == (None, None):
         return tokenizer
@@ -167,8 +163,7 @@ def _with_text(tokenizer: Tokenizer, template: str) -> Tokenizer:
 def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     """Return the tokenizer with the chat template of a file, which is saved with it.
 
-    Raises:
-        InputError: if the file cannot be read, or is not a template.
+    Raises InputError if the file cannot be read, or is not a template.
     """
     flag = "--tokenizer.chat-template"
     if not file.is_file():
@@ -179,19 +174,17 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
             where=f"{file}, {flag}",
             fix=f"did you mean {file.parent / nearest[0]}?" if nearest else "give a Jinja file",
         )
-    try:
+    with refused(
+        (OSError, ValueError),
+        "the file is not a chat template",
+        where=f"{file}, {flag}",
+        fix="give a text file with a Jinja template",
+    ):
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ValueError(f"it has more than {MAX_TEMPLATE_BYTES:,} bytes")
         template = file.read_text(encoding="utf-8")
         if not template.strip():
             raise ValueError("it is empty")
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "the file is not a chat template",
-            where=f"{file}, {flag}",
-            why=str(error),
-            fix="give a text file with a Jinja template",
-        ) from error
     tokenizer = _with_text(tokenizer, template)
     try:
         tokenizer.render([{"role": "user", "content": "a"}])
@@ -210,10 +203,8 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
 def parse_template_kwargs(texts: Sequence[str]) -> dict[str, Any]:
     """Return {name: value} of texts name=value.
 
-    Values are JSON, or True, False and None as in Python. Anything else is text.
-
-    Raises:
-        InputError: if a text has another form, or a name cannot be set or comes twice.
+    Values are JSON, or True, False and None as in Python. Anything else is text. Raises InputError
+    if a text has another form, or a name cannot be set or comes twice.
     """
     values: dict[str, Any] = {}
     for text in texts:

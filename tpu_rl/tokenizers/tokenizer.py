@@ -133,10 +133,8 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text, with nothing added.
 
-        Control-token literals become control tokens only if `special` is True.
-
-        Raises:
-            InputError: if the text cannot be written in UTF-8.
+        Control-token literals become control tokens only if `special` is True. Raises InputError if
+        the text cannot be written in UTF-8.
         """
         _require_encodable(text)
         if not special:
@@ -148,9 +146,7 @@ class Tokenizer:
         """Return the ids of a text that continues another one, which has ids of its own.
 
         Sentencepiece writes a space before a text that stands alone. A continuation has none.
-
-        Raises:
-            InputError: if the text cannot be written in UTF-8.
+        Raises InputError if the text cannot be written in UTF-8.
         """
         alone = self.encode(text)
         if not text or not self._adds_space:
@@ -175,8 +171,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids, without control tokens unless `skip_special` is False.
 
-        Raises:
-            ValueError: for an unknown id.
+        Raises ValueError for an unknown id.
         """
         ids = [int(i) for i in ids]
         if self.images is not None:
@@ -206,8 +201,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation, by the chat template.
 
-        Raises:
-            InputError: if there is no template, or it fails or does not end.
+        Raises InputError if there is no template, or it fails or does not end.
         """
         conversation = self._conversation(messages, tools)
         return self._encode_rendered(conversation.text(add_generation_prompt), conversation.mark)
@@ -219,7 +213,6 @@ class Tokenizer:
         message spells cannot be told apart.
 
         Args:
-            messages: the conversation.
             prefill: what the assistant's next turn begins with.
 
         Raises:
@@ -233,9 +226,8 @@ class Tokenizer:
 
         A conversation is rendered by the chat template. A text follows `prefix_ids`, or is the
         user's message of a conversation (`wraps`). An image is one token (see `with_images`).
-
-        Raises:
-            InputError: if a conversation cannot be rendered, or ends with the assistant's message.
+        Raises InputError if a conversation cannot be rendered, or ends with the assistant's
+        message.
         """
         if isinstance(prompt, str):
             if not self.wraps(prompt):
@@ -257,10 +249,7 @@ class Tokenizer:
         return self.with_images(row, self.encode_prompt(row["prompt"], row.get("tools")))
 
     def with_images(
-        self,
-        row: Mapping[str, Any],
-        ids: Sequence[int],
-        weights: Sequence[float] | None = None,
+        self, row: Mapping[str, Any], ids: Sequence[int], weights: Sequence[float] | None = None
     ) -> images.TextWithImages:
         """Return the ids of a data row's text with those of its images, and the images.
 
@@ -355,9 +344,7 @@ class Tokenizer:
         by default 1; one with weight 0 is not learned.
 
         Args:
-            messages: the conversation.
             num_given: the number of messages that belong to the prompt, which is not learned.
-            tools: descriptions of functions, for the template.
 
         Raises:
             InputError: if there is nothing to learn, or the template rewrites earlier turns.
@@ -431,10 +418,8 @@ class Tokenizer:
     def _encode_answer(
         self, conversation: Conversation, index: int, message: Message
     ) -> Demonstration:
-        """Return the prompt of an answer, as it is sampled from, and the answer as it is.
-
-        A thought that the prompt opens is not opened again. An answer without a thought closes it.
-        """
+        """Return the prompt of an answer, which may open the thought, and the answer, which closes
+        one."""
         mark = conversation.mark
         prompt = conversation.render(index, True).text
         content = _as_text(conversation.messages[index].get("content"))
@@ -480,9 +465,7 @@ class Tokenizer:
 
         A key of a message is not shown if one of its texts does not occur in the rendering. A key
         with a number or a truth value is not shown if its name does not occur in the template.
-
-        Raises:
-            InputError: if the conversation cannot be rendered.
+        Raises InputError if the conversation cannot be rendered.
         """
         conversation = self._conversation(messages, tools)
         is_answered = conversation.messages[-1]["role"] == "assistant"
@@ -574,10 +557,8 @@ class Tokenizer:
     def _conversation(
         self, messages: list[Message], tools: Tools | None, rewrite: bool = True
     ) -> Conversation:
-        """Return the conversation, with the system message of the settings if it has none.
-
-        With `rewrite`, the arguments of calls are given as the template wants them.
-        """
+        """Return the conversation with a system message; `rewrite` gives calls as the template
+        wants them."""
         if self.chat_template is None:
             raise InputError(
                 "the tokenizer has no chat template, but the data hold messages",
@@ -649,10 +630,8 @@ class Tokenizer:
     def _encode_turns(
         self, text: str, turns: Sequence[Turn], learned: Sequence[Message], mark: str | None
     ) -> Demonstration:
-        """Return the ids of a rendered conversation, whose turns these messages are.
-
-        A turn is encoded apart from the prompt before it, as the sampler writes it.
-        """
+        """Return the ids of a rendered conversation, its turns encoded apart as the sampler writes
+        them."""
         ids: list[int] = []
         weights: list[float] = []
 
@@ -705,7 +684,6 @@ class Tokenizer:
         Args:
             ids: ids that end with those of the text.
             start: where these begin.
-            text: the text.
             spans: `start` and `end`, characters of the text in order, and `weight`.
 
         Raises:
@@ -721,9 +699,7 @@ class Tokenizer:
 
         It is the format that reads back a call that the chat template writes. If the template
         writes none, the prompt must explain a format, as SmolLM3's and Phi-4-mini's templates do.
-
-        Raises:
-            InputError: if no format reads what the template writes, or nothing tells the format.
+        Raises InputError if no format reads what the template writes, or nothing tells the format.
         """
         self.require_readable_calls()
         form = self._call_form
@@ -764,7 +740,6 @@ class Tokenizer:
 
         Args:
             token_ids: the turn, with its end.
-            tools: the schemas of the tools.
             is_chat: whether the turn follows a chat template. Otherwise the plain protocol of
                 `tool_calls` is read.
             format_name: the format of calls (`tool_format`). By default that of the chat template;
@@ -795,10 +770,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _call_form(self) -> _CallForm:
-        """The form of calls in the chat template, found with a call of many types of values.
-
-        Templates expect arguments as an object, or (DeepSeek V3) as its JSON text.
-        """
+        """The form of calls in the chat template: arguments as an object, or (DeepSeek V3) as JSON
+        text."""
         unread = _CallForm(None, False, "")
         for as_text in (False, True):
             arguments: Any = json.dumps(TRIED_ARGUMENTS) if as_text else TRIED_ARGUMENTS
@@ -896,7 +869,6 @@ class Tokenizer:
         Args:
             earlier: the conversation up to the assistant's last turn.
             messages: the messages that follow it.
-            tools: descriptions of functions, for the template.
 
         Returns:
             The ids, or None if the template only appends to what it wrote before, or writes no
@@ -981,10 +953,8 @@ class Tokenizer:
         return conversations.alternatives(self.control)
 
     def _encode_marked(self, text: str, mark: str | None, follows: bool = False) -> list[int]:
-        """Return the ids of a text with its control tokens, except those between two marks.
-
-        `follows` says that the text continues another one.
-        """
+        """Return a text's ids, control tokens outside of marks included; `follows`: it continues
+        another."""
         text = self._with_image_literals(text)
         pattern = conversations.alternatives(self.control, mark)
         ids: list[int] = []
@@ -1006,10 +976,8 @@ class Tokenizer:
         return text if self.images is None else self.images.rendered(text)
 
     def _encode_after(self, text: str, follows_control: bool) -> list[int]:
-        """Return the ids of a text, which may follow a control token.
-
-        Most tokenizers add no space of their own after a control token.
-        """
+        """Return the ids of a text, which may follow a control token: most tokenizers add no space
+        then."""
         if not text:
             return []
         alone = self._encode_text(text)
@@ -1019,10 +987,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _drops_space(self) -> bool:
-        """True if a text has other ids at the very start than after a control token.
-
-        The reason is sentencepiece's leading space.
-        """
+        """True if a text has other ids at the start than after a control token (sentencepiece's
+        space)."""
         literal = next(iter(self.control))
         ids = self.backend.encode_control(literal + "a")
         return ids is not None and ids[1:] != self._encode_text("a")

@@ -108,10 +108,8 @@ class ParsedTurn(NamedTuple):
 
 
 def format_of(template: str | None) -> str | None:
-    """Return the format whose marks a chat template has; "plain" without a template.
-
-    None if it has no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`.
-    """
+    """Return the format whose marks a chat template has; "plain" without a template. None if it has
+    no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`."""
     return "plain" if template is None else next(iter(formats_of(template)), None)
 
 
@@ -293,10 +291,7 @@ def _end_of_thought(text: str, start: int, ends: Sequence[str] | frozenset[str] 
 
 
 def _read_block(text: str, start: int, row: Format, parameters: Parameters) -> tuple[Calls, int]:
-    """Return the calls of a block, and where it ends.
-
-    JSON and texts in quotation marks may spell the closing mark.
-    """
+    """Return a block's calls, and where it ends. Quoted texts may spell the closing mark."""
     # Without a closing mark, a call ends where the next one begins.
     closing = row.closing or row.openings[0]
     calls, end = row.read_body(Body(text, _skip_space(text, start), closing, parameters))
@@ -522,14 +517,8 @@ def kind_of(value: Any) -> str:
 
 
 def _as_typed(text: str, schema: Any) -> Any:
-    """Return the value of an argument that was written without quotation marks.
-
-    The schema says which of the types that it may have is meant. Words of JSON and of Python are
-    read alike: templates write both.
-
-    Raises:
-        ValueError: if the text is no value of these types.
-    """
+    """Return the value of an unquoted argument by its schema, in words of JSON or Python. Raises
+    ValueError."""
     kinds = kinds_of(schema)
     word = text.strip()
     if "null" in kinds and word in ("null", "None"):
@@ -584,11 +573,7 @@ def _read_gemma4(text: str, start: int) -> tuple[Calls, int]:
 
 
 def _gemma4_value(text: str, position: int, depth: int) -> tuple[Any, int]:
-    """Return the value at a place, and where it ends.
-
-    Raises:
-        _Unreadable: if there is none.
-    """
+    """Return the value at a place, and where it ends. Raises _Unreadable if there is none."""
     if not depth:
         raise _Unreadable(f"its arguments are nested more than {MAX_DEPTH} deep")
     position = _skip_space(text, position)
@@ -781,7 +766,6 @@ def _read_llama(text: str, row: Format, parameters: Parameters, in_thought: bool
 
 def _read_glm4(text: str, row: Format, parameters: Parameters, in_thought: bool) -> ParsedTurn:
     """Return a turn in which a line with the name of a tool is followed by its arguments."""
-    del row
     begin = _after_thoughts(text, in_thought)
     content = [text[:begin]]
     calls: Calls = []
@@ -797,7 +781,6 @@ def _read_glm4(text: str, row: Format, parameters: Parameters, in_thought: bool)
 
 def _read_harmony(text: str, row: Format, parameters: Parameters, in_thought: bool) -> ParsedTurn:
     """Return a turn of gpt-oss: messages, each with a channel, and a tool as the recipient."""
-    del row, parameters, in_thought
     calls: Calls = []
     thoughts: list[str] = []
     texts: list[str] = []

@@ -96,11 +96,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """Return a tree of bools: True on the leaves that weight decay applies to, the matrices.
-
-    Leaves are told apart by name, because norms that are stacked over layers are two-dimensional,
-    too.
-    """
+    """Return a tree of bools: True on the leaves that weight decay applies to, the matrices. Leaves
+    are told apart by name, because norms that are stacked over layers are two-dimensional, too."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path[-1].key.endswith(UNDECAYED_SUFFIXES), params
     )
@@ -224,11 +221,8 @@ def state_bytes(config: OptimizerConfig, params: Any, matrix_axes: MatrixAxes | 
 def _weight_decay(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Return decoupled weight decay as AdamW has it, to follow an optimizer's learning rate.
-
-    optax.sgd has none. That of optax.adafactor does not follow the learning rate, and that of
-    contrib.muon would also decay norms and biases.
-    """
+    """Return weight decay as in AdamW: optax.sgd has none, adafactor's ignores the learning rate,
+    and that of contrib.muon decays norms and biases."""
     if not config.weight_decay:
         return optax.identity()
     return optax.add_decayed_weights(
@@ -239,11 +233,8 @@ def _weight_decay(
 def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, matrix_axes: MatrixAxes
 ) -> optax.GradientTransformation:
-    """Return Muon, without weight decay.
-
-    Axes that are neither inputs nor outputs are those of layers and of experts. Each matrix along
-    them is orthogonalized by itself.
-    """
+    """Return Muon without weight decay; each matrix along axes of layers and experts is by
+    itself."""
 
     def dimension_numbers(params: Any) -> Any:
         def leaf_numbers(path: Any, leaf: Any) -> contrib.MuonDimensionNumbers | None:

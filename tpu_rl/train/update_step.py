@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,13 @@ Trainable = Callable[[str], bool]
 
 UpdateStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """(state, batch of one optimizer step) -> (state, metrics). `reduce_updates` reads the metrics."""
+
+
+@runtime_checkable
+class Weighted(Protocol):
+    """The batch of an algorithm whose tokens have weights; see `types.Algorithm`."""
+
+    weights: dict[str, Array]
 
 
 # Params and the train state.
@@ -271,7 +278,7 @@ def has_weight(batch: Any) -> Array:
 
     There is nothing to learn then, as when no completion was accepted.
     """
-    weights = jax.tree.leaves(getattr(batch, "weights", None))
+    weights = jax.tree.leaves(batch.weights if isinstance(batch, Weighted) else None)
     if not weights:
         return jnp.ones((), bool)
     return jnp.stack([jnp.any(leaf != 0) for leaf in weights]).any()
@@ -475,10 +482,7 @@ def _new_where(condition: Array, new: Any, old: Any) -> Any:
 
 
 def _move_offloaded(state: TrainState, shardings: TrainState, memory_kind: str) -> TrainState:
-    """Move the optimizer leaves that are stored in host memory to the given kind of memory.
-
-    Runs inside jit. `shardings` says which leaves are stored on the host.
-    """
+    """Move optimizer leaves that `shardings` stores on the host to a kind of memory, inside jit."""
 
     def move(leaf: Array, leaf_sharding: Sharding) -> Array:
         if not sharding.is_on_host(leaf_sharding):
@@ -513,9 +517,7 @@ def accumulate(
             compute_params, micro_batch
         )
         total_gradients = jax.tree.map(
-            lambda total, gradient: total + gradient.astype(jnp.float32),
-            total_gradients,
-            gradients,
+            lambda total, gradient: total + gradient.astype(jnp.float32), total_gradients, gradients
         )
         return (total_loss + loss, total_gradients), metrics
 
@@ -539,10 +541,8 @@ def accumulate(
 
 
 def computed_micro_batches(batch: Any) -> Array:
-    """Return [K] bool: True for micro-batches with tokens, and for the first one.
-
-    So there is something to measure in a step without any token.
-    """
+    """Return [K] bool: True for micro-batches with tokens, and for the first one. So there is
+    something to measure in a step without any token."""
     return packing.is_occupied(batch).at[0].set(True)
 
 
@@ -554,10 +554,7 @@ def _accumulate_probed(
     batch: Any,
     cast_to_compute_dtype: Callable[[Params], Params],
 ) -> tuple[Array, Metrics, Params, Metrics]:
-    """Do the same as `accumulate`, with a probe in the params.
-
-    Also returns the metrics of the probe over the entire step.
-    """
+    """Do as `accumulate` with a probe in the params. Returns its metrics over the step, too."""
 
     # The probe's leaves travel beside the params, as pairs (params, probe leaves), so that
     # `accumulate` differentiates the loss for both.
@@ -586,10 +583,7 @@ def _accumulate_probed(
 
 
 def _measure(loss_of: Callable[..., Any], params: Params, leaves: Params, batch: Any) -> Params:
-    """Return the gradient of the probe's leaves alone, summed over micro-batches.
-
-    It does not depend on the loss, so this costs no more than forward passes.
-    """
+    """Return the gradient of the probe's leaves, summed over micro-batches: forward passes only."""
 
     def add_micro_batch(total: Params, micro_batch: Any) -> Params:
         measured, _ = jax.grad(lambda leaves: loss_of((params, leaves), micro_batch), has_aux=True)(

@@ -39,7 +39,6 @@ def action() -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         example = '{"action": "click", "box": [0, 0, 9, 9]}'
         golds = composed.references("answer", answer, _gold_action, example)
         return [
@@ -60,7 +59,6 @@ def point_in_box() -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
         points = [_last_point(text_of(completion)) for completion in completions]
         return [
@@ -82,7 +80,6 @@ def box_iou(threshold: float = 0.0) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
         values = []
         for completion, box in zip(completions, boxes, strict=True):

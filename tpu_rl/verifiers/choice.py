@@ -89,6 +89,4 @@ _OTHER_AFTER = re.compile(
 """Another letter beside the one that was read."""
 
 
-VERIFIERS = {
-    "choice": Verifier(right_letter, AnswerReaders(read_letter)),
-}
+VERIFIERS = {"choice": Verifier(right_letter, AnswerReaders(read_letter))}

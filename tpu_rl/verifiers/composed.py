@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import scoring, worker_process
-from tpu_rl.rewards.scoring import Reward
+from tpu_rl.rewards.scoring import DeclaredReward, Reward
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.runtime.worker_child import shorten
 
@@ -23,7 +23,7 @@ NO_READING = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 """Errors that a reader raises for a text that it cannot read."""
 
 
-def on(of: Reward, combine: Callable[..., Sequence[Any]]) -> Reward:
+def on(of: Reward, combine: Callable[..., Sequence[Any]]) -> DeclaredReward:
     """Return a reward that is a function of another one's values.
 
     Args:
@@ -54,7 +54,7 @@ def values_of(
     """Return a reward's value of each completion: None without one, a failure for a fault."""
     if not completions:
         return []
-    name = getattr(of, "__name__", "reward")
+    name = of.__name__ if inspect.isfunction(of) else "reward"
     numbers, faults, _ = scoring.apply(name, of, prompts, completions, columns, columns)
     values: list[float | RewardFailure | None] = [
         None if np.isnan(number) else float(number) for number in numbers
@@ -65,7 +65,7 @@ def values_of(
     return values
 
 
-def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> Reward:
+def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> DeclaredReward:
     """Return `score`, which needs the columns that `of` and the others name among parameters."""
     declared = {
         p.name: p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
@@ -74,11 +74,8 @@ def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> Reward:
         if p.name not in ("values", "prompts", "completions") and p.kind is not p.VAR_POSITIONAL
     }
     own = list(inspect.signature(score).parameters.values())[:2]
-    score.__dict__["__signature__"] = inspect.Signature(
-        own + sorted(declared.values(), key=lambda p: p.kind)
-    )
-    score.__dict__["whole_batch"] = worker_process.sees_whole_batch(of)
-    return score
+    needed = own + sorted(declared.values(), key=lambda p: p.kind)
+    return DeclaredReward(score, needed, worker_process.sees_whole_batch(of))
 
 
 def references(
@@ -91,15 +88,13 @@ def references(
     """
     results = []
     for row, value in enumerate(values):
-        try:
+        with refused(
+            NO_READING,
+            f"the column {name!r} of the data cannot be read",
+            where=f"row {row} of those scored together: {shorten(value)}",
+            fix=f"write {expected}",
+        ):
             results.append(read(value))
-        except NO_READING as error:
-            raise InputError(
-                f"the column {name!r} of the data cannot be read",
-                where=f"row {row} of those scored together: {shorten(value)}",
-                why=str(error) or type(error).__name__,
-                fix=f"write {expected}",
-            ) from error
     return results
 
 

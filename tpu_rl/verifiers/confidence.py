@@ -60,7 +60,6 @@ def _scored(of: Reward, reward: Any) -> Reward:
     def combine(
         values: Sequence[float | None], prompts: Sequence[Any], completions: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         return [
             reward(read_confidence(text_of(completion)), value is not None and value > 0.5)
             for value, completion in zip(values, completions, strict=True)
@@ -69,7 +68,4 @@ def _scored(of: Reward, reward: Any) -> Reward:
     return composed.on(of, combine)
 
 
-VERIFIERS = {
-    "brier": with_settings(brier),
-    "doubt": with_settings(doubt),
-}
+VERIFIERS = {"brier": with_settings(brier), "doubt": with_settings(doubt)}

@@ -47,7 +47,6 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        del prompts
         for row, text in enumerate(answer):
             if not isinstance(text, str) or not text.strip():
                 raise InputError(

@@ -21,7 +21,6 @@ def gsm8k(
     one of the last line; in <answer> and behind thoughts, if there are some. Of several numbers,
     as in "42 or 41", none counts. `answer` is a number, or a GSM8K solution that ends with one.
     """
-    del prompts
     truths = [composed.gold(value, _number) for value in answer]
     numbers = [final_number(text_of(completion)) for completion in completions]
     return [float(number == truth) for number, truth in zip(numbers, truths, strict=True)]
@@ -31,6 +30,4 @@ def _number(text: str) -> Fraction | None:
     return final_number(text) if "####" in text else only_number(text)
 
 
-VERIFIERS = {
-    "gsm8k": Verifier(gsm8k, AnswerReaders(final_number)),
-}
+VERIFIERS = {"gsm8k": Verifier(gsm8k, AnswerReaders(final_number))}

@@ -90,7 +90,6 @@ class _Part:
     ):
         @jax.jit
         def shares(params: Sequence[Params], tokens: Array, mask: Array, ends: Array) -> Array:
-            del ends
             return weighted_log_probs(roles, params, weights, tokens, mask)
 
         self._model = RewardModel(shares, shares, ScoreReadout(), tuple(params), tokenizer, mesh)

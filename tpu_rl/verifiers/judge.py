@@ -14,8 +14,8 @@ import numpy as np
 
 from tpu_rl.environments import text_of
 from tpu_rl.environments.answer_text import without_thoughts
-from tpu_rl.errors import InputError
-from tpu_rl.rewards.scoring import Reward
+from tpu_rl.errors import InputError, refused
+from tpu_rl.rewards.scoring import DeclaredReward, Reward
 from tpu_rl.rewards.verifier import Verifier, with_settings
 from tpu_rl.verifiers import composed
 from tpu_rl.verifiers.verdicts import (
@@ -140,8 +140,7 @@ def pair_judge(
             for text, of_row in zip(texts[:count], wins[:count], strict=True)
         ]
 
-    score.__dict__["whole_batch"] = True
-    return score
+    return DeclaredReward(score, whole_batch=True)
 
 
 def pairs_of(group: Sequence[int], rivals: int) -> list[tuple[int, int]]:
@@ -172,7 +171,6 @@ def verdict(
     `answer` is "Yes" or "No" (also true and false, 1 and 0), or "A" or "B". The verdict is the last
     "Verdict: Yes" behind the thoughts, or the whole answer. recipes/judge_rows.py writes rows.
     """
-    del prompts
     expected = "Yes, No, A or B"
     truths = composed.references("answer", answer, _label, expected)
     said = [read_verdict(text_of(completion)) for completion in completions]
@@ -201,15 +199,13 @@ def _question(question: str, rubric: str, default: str) -> str:
     composed.require(not (question and rubric), "question=, rubric=", "give one of them")
     if not rubric:
         return question or default
-    try:
+    with refused(
+        (OSError, ValueError),
+        "the rubric of the judge cannot be read",
+        where=f"rubric={rubric}",
+        fix="name a text file with what the judge decides",
+    ):
         text = Path(rubric).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "the rubric of the judge cannot be read",
-            where=f"rubric={rubric}",
-            why=str(error),
-            fix="name a text file with what the judge decides",
-        ) from None
     composed.require(bool(text), f"rubric={rubric}", "the file is empty: write the question")
     return text
 
@@ -242,10 +238,8 @@ def _points(columns: Mapping[str, Sequence[Any]], name: str) -> list[list[tuple[
 
 
 def _total(shares: Sequence[tuple[Share, float]]) -> Share:
-    """Return the share of the points that were earned, in [0, 1]: 0 of nothing.
-
-    A failure or a missing verdict is passed on.
-    """
+    """Return the share of points earned, [0, 1]: 0 of nothing, or the first failure or missing
+    verdict."""
     values = []
     for share, points in shares:
         if not isinstance(share, float):
@@ -265,7 +259,6 @@ def _label(value: Any) -> str:
 
 def _no_model(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
     """Score nothing: stands for a judge without a model."""
-    del prompts
     return [None] * len(completions)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl import models, sampler, tokenizers
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.train import sharding
@@ -156,7 +156,6 @@ def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
         return first - second, jnp.logaddexp(first, second)
 
     def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
-        del requests
         odds, either = np.zeros((2, len(ids)), np.float32)
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         # Batches of equal size whose width is a power of two, so that few programs are compiled.
@@ -235,15 +234,13 @@ def remote(address: str, name: str, choices: Choices, votes: int, max_tokens: in
         max_retries=RETRIES,
         timeout=SECONDS,
     )
-    try:
+    with refused(
+        openai.OpenAIError,
+        "the judge does not answer",
+        where=f"model={address}",
+        fix="start the server, or correct the address (it ends with /v1) and $OPENAI_API_KEY",
+    ):
         names = [model.id for model in client.with_options(max_retries=1, timeout=20).models.list()]
-    except openai.OpenAIError as error:
-        raise InputError(
-            "the judge does not answer",
-            where=f"model={address}",
-            why=str(error),
-            fix="start the server, or correct the address (it ends with /v1) and $OPENAI_API_KEY",
-        ) from None
     if name not in names and (name or len(names) != 1):
         raise InputError(
             f"the server has no model {name!r}" if name else "the server has several models",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -58,7 +59,6 @@ def effort(max_tokens: int = 1024) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, token_counts: Sequence[int], **_: Any
     ) -> list[float]:
-        del prompts, completions
         return [min(count / max_tokens, 1.0) for count in token_counts]
 
     return score
@@ -100,9 +100,7 @@ def easy_length(
                 rewards[row] -= float(shaped)
         return rewards
 
-    score = composed.on(of, combine)
-    score.__dict__["whole_batch"] = True
-    return score
+    return dataclasses.replace(composed.on(of, combine), whole_batch=True)
 
 
 VERIFIERS = {

@@ -36,7 +36,6 @@ def math_equivalent(
     Raises:
         MachineError: if math-verify is not installed.
     """
-    del prompts
     truths = [_truth(value) for value in answer]
     requests = [
         {"completions": [text_of(completion)], "answer": [truth]}
@@ -72,10 +71,7 @@ def math_answers(groups: Sequence[Sequence[str]]) -> list[list[Any] | RewardFail
 
 @functools.cache
 def _start(function: str) -> Pool:
-    """Return the workers that run a function of math_equivalence.py.
-
-    The whole program shares them.
-    """
+    """Return the program's workers for a function of math_equivalence.py."""
     if importlib.util.find_spec("math_verify") is None:
         raise MachineError("math-verify is not installed", fix='pip install "tpu_rl[math]"')
     try:
@@ -87,5 +83,5 @@ def _start(function: str) -> Pool:
 
 
 VERIFIERS = {
-    "math": Verifier(math_equivalent, AnswerReaders(read_groups=math_answers), in_workers=True),
+    "math": Verifier(math_equivalent, AnswerReaders(read_groups=math_answers), in_workers=True)
 }

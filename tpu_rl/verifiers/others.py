@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import re
@@ -14,7 +15,7 @@ from tpu_rl.environments import text_of
 from tpu_rl.environments.answer_text import answer_text, without_thoughts
 from tpu_rl.environments.answers import final_number, last_boxed, read_number
 from tpu_rl.rewards import scoring
-from tpu_rl.rewards.scoring import Reward
+from tpu_rl.rewards.scoring import DeclaredReward, Reward
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier, row_of, with_settings
 from tpu_rl.verifiers import composed
 from tpu_rl.verifiers.math_verify_pool import math_equivalent
@@ -74,14 +75,11 @@ def for_rows(of: Reward = math_equivalent, column: str = "", values: str = "") -
             results[row] = value
         return results
 
-    score.__dict__["judges"] = lambda row: str(row.get(column)) in names
-
-    def kinds(**_: Any) -> None:
-        """Stand for the column in the declaration."""
-
-    parameter = inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY)
-    kinds.__dict__["__signature__"] = inspect.Signature([parameter])
-    return composed.declare(score, of, kinds)
+    needs = [inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY)]
+    return dataclasses.replace(
+        composed.declare(score, of, DeclaredReward(score, needs)),
+        judges=lambda row: str(row.get(column)) in names,
+    )
 
 
 def _with_text(completion: Any, text: str) -> Any:
@@ -96,11 +94,7 @@ def _with_text(completion: Any, text: str) -> Any:
 
 def _one_number(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
     """Score nothing: stands for a reward model that is not named."""
-    del prompts
     return [None] * len(completions)
-
-
-_one_number.__dict__["dense"] = lambda separator, changes: _one_number
 
 
 def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -> Reward:
@@ -112,7 +106,9 @@ def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -
     training, or behind each `separator` of the text (\\n is a new line). With values=true a process
     model gives the changes of its probability from step to step, which add up to the last one.
     """
-    make = getattr(of, "dense", None)
+    if of is _one_number:
+        return of
+    make = of.dense if isinstance(of, DeclaredReward) else None
     composed.require(make is not None, "dense(of=)", "use a reward model: the folder of its run")
     assert make is not None
     return make(separator.replace("\\n", "\n"), values)
@@ -197,7 +193,6 @@ def _no_model(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
 ) -> list[None]:
     """Score nothing: stands for `similarity` without a model."""
-    del prompts, answer
     return [None] * len(completions)
 
 
@@ -250,7 +245,6 @@ def environment(
     Without this term, it counts with the weight 1. `0.5*environment?math>0.5` counts half of it, in
     episodes that math accepts; rewards of turns are scaled in the same way.
     """
-    del prompts, completions
     return list(environment_rewards)
 
 
@@ -269,7 +263,6 @@ def majority(of: Reward = _one_number) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, group: Sequence[int], **_: Any
     ) -> list[Any]:
-        del prompts
         texts = [text_of(completion) for completion in completions]
         rows_of: dict[int, list[int]] = defaultdict(list)
         for row, number in enumerate(group):
@@ -287,8 +280,7 @@ def majority(of: Reward = _one_number) -> Reward:
                 values[row] = float(answer is not None and answer == best)
         return values
 
-    score.__dict__["whole_batch"] = True
-    return score
+    return DeclaredReward(score, whole_batch=True)
 
 
 def _readers(of: Reward) -> Callable[[Sequence[Sequence[str]]], Sequence[Any]]:

@@ -102,11 +102,7 @@ def python_speed_unsandboxed(
 
 
 def python_checks(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    checks: Sequence[Sequence[str]],
-    **_: Any,
+    prompts: Sequence[Any], completions: Sequence[Any], *, checks: Sequence[Sequence[str]], **_: Any
 ) -> list[float | RewardFailure]:
     """Return the share of the row's own checks that each completion passes, from 0 to 1.
 
@@ -118,20 +114,14 @@ def python_checks(
     Raises:
         MachineError: if the kernel cannot confine programs.
     """
-    del prompts
     sandbox.require()
     return [_share(*row, confine=True) for row in zip(completions, checks, strict=True)]
 
 
 def python_checks_unsandboxed(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    checks: Sequence[Sequence[str]],
-    **_: Any,
+    prompts: Sequence[Any], completions: Sequence[Any], *, checks: Sequence[Sequence[str]], **_: Any
 ) -> list[float | RewardFailure]:
     """Return the same as `python_checks`, with checks that may do whatever this user may."""
-    del prompts
     return [_share(*row, confine=False) for row in zip(completions, checks, strict=True)]
 
 
@@ -369,8 +359,6 @@ VERIFIERS = {
     "plain_judge": Verifier(plain_judge),
     # Not during sampling, which would disturb its clock.
     "python_speed": Verifier(
-        python_speed,
-        score_unsandboxed=python_speed_unsandboxed,
-        require_sandbox=sandbox.require,
+        python_speed, score_unsandboxed=python_speed_unsandboxed, require_sandbox=sandbox.require
     ),
 }

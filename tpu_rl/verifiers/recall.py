@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import spans
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
@@ -53,7 +53,6 @@ def recall(documents: str = "", k: int = 100) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         known = _load(documents)
         golds = composed.references(
             "answer",
@@ -117,11 +116,7 @@ def _gold(places: dict[str, int], value: Any) -> set[int]:
 
 @functools.lru_cache(4)
 def _load(file: str) -> Documents:
-    """Read and index documents.
-
-    Raises:
-        InputError: if the file cannot be read, or a line is no document.
-    """
+    """Read and index documents. Raises InputError for a file or line that cannot be read."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise InputError(
@@ -134,19 +129,17 @@ def _load(file: str) -> Documents:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        try:
+        with refused(
+            (*composed.NO_READING, StopIteration),
+            "not a document",
+            where=f"{file}, line {number}",
+            fix='write {"id": "d1", "text": "..."} in each line, each id once',
+        ):
             row = json.loads(line)
             identifier = str(row["id"])
             text = next(str(row[name]) for name in _TEXTS if name in row)
             if identifier in places:
                 raise ValueError(f"{identifier} has been there before")
-        except (*composed.NO_READING, StopIteration) as error:
-            raise InputError(
-                "not a document",
-                where=f"{file}, line {number}",
-                why=str(error),
-                fix='write {"id": "d1", "text": "..."} in each line, each id once',
-            ) from error
         places[identifier] = len(texts)
         texts.append(_words(f"{row.get('title') or ''} {text}"))
     if not any(texts):
@@ -156,6 +149,4 @@ def _load(file: str) -> Documents:
     return Documents(places, index)
 
 
-VERIFIERS = {
-    "recall": with_settings(recall, "documents"),
-}
+VERIFIERS = {"recall": with_settings(recall, "documents")}

@@ -51,7 +51,6 @@ def _over_sets(measure: Callable[[set[str], set[str]], float]) -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         golds = composed.references("answer", answer, _gold, 'a list, as in ["a.py", "b.py"]')
         return [
             measure(items_of(text_of(completion)), gold)
@@ -89,7 +88,6 @@ def listed_items() -> Reward:
     """Return the number of items that each completion lists: a monitor, with the weight 0."""
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         return [float(len(items_of(text_of(completion)))) for completion in completions]
 
     return score

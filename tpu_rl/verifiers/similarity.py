@@ -29,7 +29,6 @@ def ordered_keys() -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, keys: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         lists = composed.references("keys", keys, _keys, 'a list, as in ["first", "second"]')
         return [
             _order(spans.without_thoughts(text_of(completion)), gold)
@@ -85,7 +84,6 @@ def rubric() -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, rubric: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         example = '[{"text": "Paris", "points": 2}, {"pattern": "^- ", "points": 1}]'
         tables = composed.references("rubric", rubric, _table, example)
         values = []
@@ -134,7 +132,6 @@ def patch_ratio() -> Reward:
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, patch: Sequence[Any], **_: Any
     ) -> list[float]:
-        del prompts
         golds = composed.references("patch", patch, _gold_patch, "a unified diff")
         values = []
         for completion, gold in zip(completions, golds, strict=True):

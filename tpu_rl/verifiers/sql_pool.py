@@ -59,7 +59,6 @@ def _reward(function: str, folder: str, value: Any, scores_empty: bool) -> Rewar
         database: Sequence[Any],
         **_: Any,
     ) -> list[float | RewardFailure | None]:
-        del prompts
         databases = [_find(str(name), folder, row) for row, name in enumerate(database)]
         golds = [str(query) for query in answer]
         checks = [_check(*pair) for pair in zip(golds, databases, strict=True)]
@@ -74,7 +73,11 @@ def _reward(function: str, folder: str, value: Any, scores_empty: bool) -> Rewar
         if scores_empty and 0.0 in checks:
             _say_empty()
         requests = [
-            {"completions": [_query(text_of(completion))], "database": [where], "answer": [gold]}
+            {
+                "completions": [spans.answer_of(text_of(completion)).strip().rstrip(";")],
+                "database": [where],
+                "answer": [gold],
+            }
             for completion, where, gold in zip(completions, databases, golds, strict=True)
         ]
         results = _pool(function).map(requests, [SECONDS] * len(requests))
@@ -115,10 +118,6 @@ def _say_empty() -> None:
     )
 
 
-def _query(text: str) -> str:
-    return spans.answer_of(text).strip().rstrip(";")
-
-
 def _find(name: str, folder: str, row: int) -> str:
     """Return a script as it is, or the path of a database."""
     if sql_queries.is_script(name):
@@ -136,7 +135,4 @@ def _find(name: str, folder: str, row: int) -> str:
     return str(found)
 
 
-VERIFIERS = {
-    "sql": with_settings(sql),
-    "sql_match": with_settings(sql_match),
-}
+VERIFIERS = {"sql": with_settings(sql), "sql_match": with_settings(sql_match)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
+from tpu_rl.errors import refused
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
 from tpu_rl.verifiers import composed
@@ -21,7 +21,6 @@ def think_format(opened: bool = False) -> Reward:
     """
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         start = "" if opened else "<think>"
         texts = [text_of(completion) for completion in completions]
         bodies = [text.removeprefix(start) if text.startswith(start) else "" for text in texts]
@@ -50,7 +49,6 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
         completion_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        del prompts, completions
         # Without -0.
         return [penalty * share(ids) + 0.0 for ids in completion_ids]
 
@@ -72,7 +70,6 @@ def phrases(any_of: str = "wait|let me check|let me verify|alternatively", most:
     )
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         counts = [len(pattern.findall(text_of(completion))) for completion in completions]
         return [float(min(count, most) if most else count) for count in counts]
 
@@ -87,16 +84,13 @@ def pattern(regex: str = "", whole: bool = False) -> Reward:
     ^ and $ stand for the ends of lines. With `whole=true` it has to match the whole text. A comma
     has to stand in parentheses, and parentheses have to match.
     """
-    try:
+    with refused(
+        re.error, f"pattern(regex={regex})", where="--reward", fix="repair the expression"
+    ):
         compiled = re.compile(regex, re.MULTILINE)
-    except re.error as error:
-        raise InputError(
-            f"pattern(regex={regex})", where="--reward", why=str(error), fix="repair the expression"
-        ) from None
     match = compiled.fullmatch if whole else compiled.search
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        del prompts
         return [float(match(text_of(completion)) is not None) for completion in completions]
 
     return score

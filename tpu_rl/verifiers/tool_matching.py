@@ -53,7 +53,6 @@ def tool_calls() -> Reward:
         tools: Sequence[Any] | None = None,
         **_: Any,
     ) -> list[float]:
-        del prompts
         schemas = composed.references(
             "tools",
             tools or [None] * len(answer),
@@ -243,6 +242,4 @@ def _overlap(a: Iterable[str], b: Iterable[str]) -> float:
     return (first & second).total() / either if either else 1.0
 
 
-VERIFIERS = {
-    "tool_calls": with_settings(tool_calls),
-}
+VERIFIERS = {"tool_calls": with_settings(tool_calls)}

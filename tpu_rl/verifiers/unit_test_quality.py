@@ -65,10 +65,8 @@ def quality(code: str, entry_point: str) -> float:
 
 
 def _asserts(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield statements that assert, and calls as self.assertEqual(...).
-
-    Of `with pytest.raises(...)` this is the whole statement: what raises is in its body.
-    """
+    """Yield statements that assert, and calls as self.assertEqual(...). Of `with
+    pytest.raises(...)` this is the whole statement: what raises is in its body."""
     contexts: list[ast.expr] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.With | ast.AsyncWith):
@@ -124,6 +122,4 @@ def _is_unknown(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id not in ("self", "pytest", "unittest")
 
 
-VERIFIERS = {
-    "unit_test_quality": Verifier(unit_test_quality),
-}
+VERIFIERS = {"unit_test_quality": Verifier(unit_test_quality)}

@@ -221,9 +221,7 @@ SURROGATES: dict[SurrogateName, SurrogateRow] = {
     "gpg": SurrogateRow(gpg, {}),
     "clip_cov": SurrogateRow(clipped_surrogate, _CLIP | _CLIP_COV, ratio_clip=True, part=clip_cov),
     "kl_cov": SurrogateRow(
-        unclipped,
-        {"covariance_share": 2e-4, "covariance_kl_coef": 0.1},
-        part=kl_cov,
+        unclipped, {"covariance_share": 2e-4, "covariance_kl_coef": 0.1}, part=kl_cov
     ),
 }
 

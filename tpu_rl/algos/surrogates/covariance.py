@@ -26,7 +26,6 @@ def clip_cov(**settings: float) -> Part:
     """Make the part that takes the advantages of the tokens of `drawn_by_covariance`."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         selected = drawn_by_covariance(batch, draft.rollout, draft.layout, **settings)
         return replace(batch, advantages=jnp.where(selected, 0.0, batch.advantages))
 
@@ -37,7 +36,6 @@ def kl_cov(covariance_share: float, covariance_kl_coef: float) -> Part:
     """Make the part that penalizes the log-ratio of the tokens with the largest covariance."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del draft, state
         weights = batch.weights["policy"]
         selected = largest(covariances(batch), covariance_share, weights > 0)
         penalized = jnp.where(selected, weights, 0.0)

@@ -13,12 +13,7 @@ from tpu_rl.types import Array, PackedRows
 
 
 def dro(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
-    rows: PackedRows,
-    *,
-    beta: float,
+    log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows, *, beta: float
 ) -> Surrogate:
     """Compute the loss of each token; arrays are [R, S]."""
     squared = jnp.square(log_probs - old_log_probs)

@@ -27,7 +27,6 @@ def scaled_by_success(slope: float) -> Part:
     """Make the part that multiplies advantages below 0 by 1 + slope x share p of successes."""
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del state
         rollout = draft.rollout
         returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
         scored = learned_tokens(rollout).any(-1)
@@ -49,7 +48,6 @@ def without_outliers(sigmas: float) -> Part:
     """
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del draft, state
         values = batch.advantages
         learned = batch.weights["policy"] > 0
         distance = jnp.abs(values - per_step(masked.mean, values, learned))
@@ -68,7 +66,6 @@ def without_mastered(entropy: float) -> Part:
     """
 
     def batch(batch: PolicyBatch, draft: Draft, state: Any) -> PolicyBatch:
-        del draft, state
         values = batch.advantages
         learned = batch.weights["policy"] > 0
         mean = -per_step(masked.mean, batch.old_log_probs, learned)
@@ -83,7 +80,6 @@ def share_without_advantage() -> Part:
     """Make the part of the metric policy/without_advantage."""
 
     def term(prediction: Prediction, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        del prediction
         is_without = (batch.advantages == 0).astype(jnp.float32)
         mean = masked.average(is_without, batch.action_mask)
         return jnp.zeros(()), {"policy/without_advantage": mean}

@@ -15,11 +15,7 @@ from tpu_rl.types import Array, PackedRows
 
 
 def stable_reinforce(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
-    rows: PackedRows,
-    **clip: float,
+    log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows, **clip: float
 ) -> Surrogate:
     """Compute the loss of each token; arrays are [R, S]."""
     bounded = jnp.clip(log_probs - old_log_probs, -math.log(1000.0), math.log(1000.0))

@@ -338,9 +338,8 @@ def check_run_dir(run_dir: str) -> None:
 def named_sets(sets: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
     """Return name -> data of --evaluation.sets NAME=DATA.
 
-    Raises:
-        InputError: if a name is missing, stands twice, or would be that of other metrics; `tasks`
-            are those of --evaluation.tasks.
+    Raises InputError if a name is missing, stands twice, or would be that of other metrics; `tasks`
+    are those of --evaluation.tasks.
     """
     named: dict[str, str] = {}
     for text in sets:

@@ -22,6 +22,7 @@ from tpu_rl.commands.config import ExperimentConfig, FileData
 from tpu_rl.data import Row
 from tpu_rl.data.images import UNREAD_TAG, unnamed_pictures
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
+from tpu_rl.data.stored_rows import StoredRows
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import read_texts, text_of_column
@@ -58,9 +59,8 @@ MEDIA_COLUMNS = {"images", "image", "videos", "video", "audios", "audio"}
 def check(config: ExperimentConfig, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """Print notes about how the rows of a file are read, and return warnings about what is not.
 
-    Raises:
-        InputError: if one of the rows cannot be encoded, or has ids beyond the embedding; with the
-            line of the row.
+    Raises InputError if one of the rows cannot be encoded, or has ids beyond the embedding; with
+    the line of the row.
     """
     warnings: list[str] = []
     experiences = [stage.algorithm.experience for stage in config.stages]
@@ -93,7 +93,7 @@ def note_reading(
         shape = data.first_shape(str(files.path), files.split, files.config, files.columns)
     if shape is not None:
         notes.append(f"the rows are read as {shape.name}")
-    others = sorted(set(getattr(rows, "columns", ())) & set(rows[0]))
+    others = sorted(set(rows.columns if isinstance(rows, StoredRows) else ()) & set(rows[0]))
     used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
     used |= COLUMNS_OF_SOURCE.get(spec.source, set())
     used |= _sources(files.columns)
@@ -113,7 +113,7 @@ def note_reading(
         used |= set(others) - MEDIA_COLUMNS
     # Settings may name a column, as that of hints.
     used |= (of_rewards or set()) | set(re.findall(r"'(\w+)'", repr(config)))
-    used |= {column for column in MEDIA_COLUMNS if _is_empty(rows[0].get(column))}
+    used |= {column for column in MEDIA_COLUMNS if rows[0].get(column) in (None, [])}
     unused = [column for column in others if column not in used]
     # What a path enters, or has a name that is read, may hold more.
     sources = {name.partition("=")[2] for name in files.columns}
@@ -164,10 +164,8 @@ def _is_path(name: str, source: str) -> bool:
 def _unread(
     value: Any, path: str, sources: set[str], words: set[str], only: Sequence[str] | None
 ) -> list[str]:
-    """Return the paths in an object whose values no source names and no text has.
-
-    With `only`, those alone that end with such a key.
-    """
+    """Return the paths in an object whose values no source names and no text has. With `only`,
+    those alone that end with such a key."""
     if path in sources or value in (None, "", [], {}):
         return []
     if isinstance(value, str) and any(_is_path(path, source) for source in sources):
@@ -204,10 +202,6 @@ def _sources(names: Sequence[str]) -> set[str]:
     return sources | words | {source.partition(".")[0] for source in sources}
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | None) and not value
-
-
 def _is_chat(row: Row, tokenizer: Tokenizer) -> bool:
     prompt = row.get("messages", row.get("prompt"))
     return isinstance(prompt, list) or tokenizer.wraps(prompt)
@@ -233,7 +227,7 @@ def _check_rows(
     num_hiding_choices = 0
     tags: Counter[str] = Counter()
     pictures: Counter[str] = Counter()
-    read = _sources(getattr(config.data, "columns", ()))
+    read = _sources(config.data.columns if isinstance(config.data, FileData) else ())
     reads_pictures = config.converses
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
@@ -376,9 +370,8 @@ def _unshown(row: Row, tokenizer: Tokenizer) -> set[str]:
 def _spells(row: Row, columns: Sequence[str], markers: re.Pattern[str]) -> bool:
     """Return True if a text in one of the columns spells a control token.
 
-    Raises:
-        InputError: if a prompt begins with one or an answer ends with one, as where a chat template
-            was applied already.
+    Raises InputError if a prompt begins with one or an answer ends with one, as where a chat
+    template was applied already.
     """
     is_spelled = False
     for name in ("messages", "prompt", "completion") if "messages" in columns else columns:

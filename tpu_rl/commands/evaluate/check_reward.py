@@ -16,7 +16,6 @@ that row's columns: how consistent a reward model is.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 import tyro
 
 from tpu_rl import rewards
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, refused, reported, typed_command
 from tpu_rl.rewards import registry
 from tpu_rl.runtime.worker_child import shorten
 from tpu_rl.studies import verifier_bench
@@ -44,22 +43,18 @@ class Flags:
     allow_unsandboxed_code: bool = False
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("check_reward"), description=__doc__)
-    try:
-        report(flags, read(flags.rows))
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    report(flags, read(flags.rows))
     return 0
 
 
 def read(file: str) -> list[dict[str, Any]]:
     """Return labeled rows.
 
-    Raises:
-        InputError: if the file cannot be read, or a row lacks a completion or a label.
+    Raises InputError if the file cannot be read, or a row lacks a completion or a label.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -68,20 +63,18 @@ def read(file: str) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        try:
+        with refused(
+            (AttributeError, LookupError, TypeError, ValueError),
+            "not a labeled row",
+            where=f"{file}, line {number}",
+            fix='write {"completion": "...", "label": 1}, 0 or "invalid", and other columns',
+        ):
             row = json.loads(line)
             row["completion"] = rewards.text_of(row["completion"])
             invalid = row["label"] == "invalid"
             row["label"] = float("nan") if invalid else float(row["label"])
             if not invalid and not np.isfinite(row["label"]):
                 raise ValueError(f"the label is {row['label']}")
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError(
-                "not a labeled row",
-                where=f"{file}, line {number}",
-                why=f"{type(error).__name__}: {error}",
-                fix='write {"completion": "...", "label": 1}, 0 or "invalid", and other columns',
-            ) from error
         rows.append(row)
     if not rows:
         raise InputError("no rows", where=file, fix="name a file of JSON lines")
@@ -117,9 +110,12 @@ def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
         f"accuracy {100 * verdicts.accuracy:.1f} %, agreement (kappa) {verdicts.kappa:.3f}, "
         f"AUROC {verdicts.auroc:.3f}"
     )
-    for kind in ("false_positives", "false_negatives", "unscored"):
-        found = getattr(verdicts, kind)
-        print(f"{kind.replace('_', ' ')}: {len(found)}")
+    for kind, found in (
+        ("false positives", verdicts.false_positives),
+        ("false negatives", verdicts.false_negatives),
+        ("unscored", verdicts.unscored),
+    ):
+        print(f"{kind}: {len(found)}")
         for row in found[: flags.show]:
             print(f"  row {row + 1}, value {values[row]:.3g}: {shorten(completions[row])}")
     for fault in faults[: flags.show]:

@@ -37,7 +37,7 @@ from tpu_rl.commands import config, finish
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.report import markdown
 from tpu_rl.studies import comparison, memorization
@@ -66,18 +66,15 @@ class Flags:
     """A run to replay."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("compare"), description=__doc__)
-    try:
-        if flags.replay is not None:
-            return replay(flags.replay, flags.to)
-        check_target(flags.to)
-        text = compare(flags, problems)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    if flags.replay is not None:
+        return replay(flags.replay, flags.to)
+    check_target(flags.to)
+    text = compare(flags, problems)
     print(text)
     if flags.to is not None:
         Path(flags.to).write_text(f"{text}\n", encoding="utf-8")
@@ -98,8 +95,7 @@ def check_target(to: str | None) -> None:
 def compare(flags: Flags, problems: list[list[str]]) -> str:
     """Return the comparison as Markdown.
 
-    Raises:
-        InputError: if there are fewer than two models, or they have no problems in common.
+    Raises InputError if there are fewer than two models, or they have no problems in common.
     """
     groups = groups_of(flags.models)
     members = list(dict.fromkeys(itertools.chain(*groups.values())))
@@ -309,8 +305,7 @@ def beside(paired: dict[str, Answers], is_graded: bool) -> str:
 def memorized(originals: dict[str, Answers], variants: dict[str, Answers]) -> str:
     """Return a table of models and their memorization scores (see `evaluation.memorization`).
 
-    Raises:
-        InputError: if there are not as many variants as originals.
+    Raises InputError if there are not as many variants as originals.
     """
     lines = []
     for member, known in originals.items():
@@ -347,7 +342,6 @@ def over_seeds(groups: dict[str, list[str]], scores: dict[str, list[float]], wha
     Args:
         groups: method -> runs.
         scores: run -> its score on each task.
-        what: the score, in words.
     """
     arrays = {name: np.array([scores[run] for run in runs]) for name, runs in groups.items()}
     lines = []

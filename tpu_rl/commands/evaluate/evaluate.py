@@ -40,7 +40,7 @@ from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.saved_run import load_language, load_run, trained_length
 from tpu_rl.commands.sources import of_pairs
 from tpu_rl.data import Row
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.evaluation import answer_accuracy, calibration, held_out_loss
 from tpu_rl.evaluation.answer_accuracy import Evaluation
 from tpu_rl.evaluation.intervals import Estimate
@@ -173,61 +173,57 @@ class Flags:
     """Also guide by the same q in other ways: controlled decoding (cd), FUDGE."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("evaluate"), description=__doc__)
-    try:
-        flag_names.require_once(flags, argv)
-        check(flags)
-        config = load_settings(flags)
-        if flags.images:
-            config = replace(config, model=replace(config.model, images=True))
-        tasks_of_harness = harness.load_tasks(flags.tasks) if flags.tasks else None
-        compilation_cache.enable()
-        if tasks_of_harness is not None:
-            report_tasks(flags, config, tasks_of_harness)
-            return 0
-        if roles.reading(config.algorithm) is not None:
-            report_reward_model(flags)
-            return 0
-        if ranks_pairs(config, flags):
-            report_ranking(flags)
-            return 0
-        rows = held_out(config, flags)
-        config = with_judge(with_reward(config, rows, flags), flags)
-        language, params = load_language(flags.model, config)
-        problems = tasks.problems(rows)
-        preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
-        demonstrations = [row for row in rows if tasks.brings_text(row)]
-        if demonstrations and flags.guide is None:
-            report_loss(flags, loss(config, language, params, demonstrations))
-        is_judged = config.evaluation_reward is not None or compose.is_judged(config)
-        if not is_judged or not problems:
-            return 0
-        scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
-        if flags.guide is not None:
-            report_guided(config, language, params, problems, scorer, flags)
-            return 0
-        if flags.data.templates:
-            report_templates(flags, config, language, params, problems, scorer)
-            return 0
-        score = None if flags.kl_to is None else other_score(flags, config, language)
-        results = answer(config, language, params, problems, scorer, flags)
-        report(flags, scorer, results)
-        if score is not None:
-            report_kl(flags, model_kl.per_token(results["sampled"].rollout, score))
-        if flags.target_entropy is not None:
-            report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    flag_names.require_once(flags, argv)
+    check(flags)
+    config = load_settings(flags)
+    if flags.images:
+        config = replace(config, model=replace(config.model, images=True))
+    tasks_of_harness = harness.load_tasks(flags.tasks) if flags.tasks else None
+    compilation_cache.enable()
+    if tasks_of_harness is not None:
+        report_tasks(flags, config, tasks_of_harness)
+        return 0
+    if roles.reading(config.algorithm) is not None:
+        report_reward_model(flags)
+        return 0
+    if ranks_pairs(config, flags):
+        report_ranking(flags)
+        return 0
+    rows = held_out(config, flags)
+    config = with_judge(with_reward(config, rows, flags), flags)
+    language, params = load_language(flags.model, config)
+    problems = tasks.problems(rows)
+    preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
+    demonstrations = [row for row in rows if tasks.brings_text(row)]
+    if demonstrations and flags.guide is None:
+        report_loss(flags, loss(config, language, params, demonstrations))
+    is_judged = config.evaluation_reward is not None or compose.is_judged(config)
+    if not is_judged or not problems:
+        return 0
+    scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
+    if flags.guide is not None:
+        report_guided(config, language, params, problems, scorer, flags)
+        return 0
+    if flags.data.templates:
+        report_templates(flags, config, language, params, problems, scorer)
+        return 0
+    score = None if flags.kl_to is None else other_score(flags, config, language)
+    results = answer(config, language, params, problems, scorer, flags)
+    report(flags, scorer, results)
+    if score is not None:
+        report_kl(flags, model_kl.per_token(results["sampled"].rollout, score))
+    if flags.target_entropy is not None:
+        report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
     return 0
 
 
 def check(flags: Flags) -> None:
     """Check the flags before anything is loaded.
 
-    Raises:
-        InputError: if one is out of range, or they do not go together.
+    Raises InputError if one is out of range, or they do not go together.
     """
     ranges.check_all(flags)
     for template in flags.data.templates:
@@ -313,11 +309,7 @@ def load_base_settings(flags: Flags) -> ExperimentConfig:
 
 
 def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
-    """Return the problems.
-
-    Raises:
-        InputError: if there are none.
-    """
+    """Return the problems. Raises InputError if there are none."""
     spec = config.algorithm.experience
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
@@ -343,11 +335,8 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
 
 
 def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> ExperimentConfig:
-    """Return the configuration with the rewards to measure. Demonstrations need none.
-
-    Raises:
-        InputError: if there is none, and nothing else to measure.
-    """
+    """Return the configuration with the rewards to measure. Demonstrations need none. Raises
+    InputError if there is none, and nothing else to measure."""
     if flags.reward:
         measures = replace(config.evaluation, reward=None, metrics=())
         return replace(config, reward=flags.reward, evaluation=measures)
@@ -368,11 +357,8 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
 
 
 def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
-    """Return the configuration that also measures the reward of --judge.
-
-    Raises:
-        InputError: if nothing says what is correct.
-    """
+    """Return the configuration that also measures the reward of --judge. Raises InputError if
+    nothing says what is correct."""
     if not flags.judge or flags.judge in config.evaluation_rewards:
         return config
     if config.evaluation_reward is None:
@@ -441,11 +427,8 @@ def require_single_turns(config: ExperimentConfig, flag: str, why: str) -> None:
 
 
 def search_of(config: ExperimentConfig, flags: Flags) -> StepSearch:
-    """Return the search that the flags ask for.
-
-    Raises:
-        InputError: if completions are conversations or have limits of thoughts.
-    """
+    """Return the search that the flags ask for. Raises InputError if completions are conversations
+    or have limits of thoughts."""
     assert flags.search is not None
     require_single_turns(config, "--search", "a search continues the text of one answer")
     judge = registry.display_name(flags.judge)
@@ -558,11 +541,8 @@ def report_templates(
 
 
 def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language) -> Score:
-    """Return a function that scores texts by the model of --kl-to.
-
-    Raises:
-        InputError: if it reads other tokens, or completions are more than one turn of the model.
-    """
+    """Return a function that scores texts by the model of --kl-to. Raises InputError if it reads
+    other tokens, or completions are more than one turn of the model."""
     assert flags.kl_to is not None
     require_single_turns(config, "--kl-to", "it is measured on turns that the model alone writes")
     directory = Path(answers.address_of(flags.kl_to))

@@ -34,10 +34,8 @@ def load(
 ) -> tuple[Guided, float]:
     """Return the model with the q of a Q# run at its newest checkpoint, and the run's coefficient.
 
-    `candidate_mass` replaces that of the run.
-
-    Raises:
-        InputError: if the run trains no q, or one for other tokens.
+    `candidate_mass` replaces that of the run. Raises InputError if the run trains no q, or one for
+    other tokens.
     """
     context, q_run_params, step = load_run(q_run)
     algorithm: Any = context.config.algorithm

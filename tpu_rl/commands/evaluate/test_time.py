@@ -36,7 +36,7 @@ from tpu_rl.commands.roles import Language, RunContext
 from tpu_rl.commands.sources import of_rollouts
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.evaluation import intervals
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.experience.sources import rollouts
@@ -65,19 +65,16 @@ class Flags:
     """Train on easier variants of the problem, and not on itself."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     argv, settings = answers.split(argv)
     prog = typed_command("test-time")
     flags = tyro.cli(Flags, args=argv, prog=prog, description=__doc__)
-    try:
-        require_one_run(settings)
-        config = check(flags, configuration.parse(settings[0] if settings else []))
-        compilation_cache.enable()
-        print(run(flags, config))
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    require_one_run(settings)
+    config = check(flags, configuration.parse(settings[0] if settings else []))
+    compilation_cache.enable()
+    print(run(flags, config))
     return 0
 
 
@@ -204,11 +201,8 @@ def rates_of(known: list[tuple[Answers, Answers]]) -> tuple[np.ndarray, str]:
 
 
 def variants_of(row: Row, config: ExperimentConfig) -> list[Row]:
-    """Return the easier variants of a problem: those of its column, or of its task.
-
-    Raises:
-        InputError: if there are none.
-    """
+    """Return the easier variants of a problem: those of its column, or of its task. Raises
+    InputError if there are none."""
     task = task_of(config.data)
     given: Any = row.get(VARIANTS)
     if given is None and task is not None and task.variants is not None:

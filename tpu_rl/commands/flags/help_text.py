@@ -50,13 +50,7 @@ COMMON = {
 
 
 def short_help(chosen: str, default: Any, others: list[str]) -> str:
-    """Return the help of a preset, at most 40 lines of 100 columns.
-
-    Args:
-        chosen: the name of the preset.
-        default: its configuration.
-        others: the names of all presets.
-    """
+    """Return the help of a preset, at most 40 lines of 100 columns."""
     lines = [
         f"usage: {typed_command('run')} [PRESET] [--config FILE.yaml] [--flags]",
         "       [--algorithm NAME|FILE.py:factory] [--epochs E, in place of --steps]",

@@ -35,8 +35,7 @@ MERGE = "tag:yaml.org,2002:merge"
 def read(path: Path) -> tuple[str | None, list[str]]:
     """Return (the preset that the file names or None, the arguments that its other keys stand for).
 
-    Raises:
-        InputError: if there is no such file, or it is not a mapping of flags to values.
+    Raises InputError if there is no such file, or it is not a mapping of flags to values.
     """
     where = f"--config {path}"
     content = read_mapping(path, where)
@@ -53,7 +52,6 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
     """Return the content of a YAML file, a mapping that is not empty.
 
     Args:
-        path: the file.
         where: the place that errors name, by default the file.
 
     Raises:
@@ -92,8 +90,7 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
 def arguments(content: Mapping[Any, Any], where: str) -> list[str]:
     """Return the arguments that a mapping of flags, nested or with dots, stands for.
 
-    Raises:
-        InputError: if a key or value is none of a flag. It names `where`.
+    Raises InputError if a key or value is none of a flag. It names `where`.
     """
     flags = flat(content, where)
     return [part for flag, value in flags.items() for part in flag_names.arguments(flag, value)]
@@ -102,8 +99,7 @@ def arguments(content: Mapping[Any, Any], where: str) -> list[str]:
 def flat(content: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Return flag, with dots -> value of a mapping of flags, nested or with dots.
 
-    Raises:
-        InputError: if a key or value is none of a flag, or a flag stands twice. It names `where`.
+    Raises InputError if a key or value is none of a flag, or a flag stands twice. It names `where`.
     """
     flags: dict[str, Any] = {}
     for flag, value in _flat(content, "", where):

@@ -51,28 +51,6 @@ def _smollm2(sizes: dict[str, Any], theta: float) -> dict[str, Any]:
     return _llama2(sizes) | {"rope_theta": theta, "tie_word_embeddings": True}
 
 
-def _mixtral(sizes: dict[str, Any]) -> dict[str, Any]:
-    return sizes | {
-        "model_type": "mixtral",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-
-
-def _olmoe(sizes: dict[str, Any]) -> dict[str, Any]:
-    return sizes | {
-        "model_type": "olmoe",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "norm_topk_prob": False,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    }
-
-
 def _qwen(generation: int, sizes: dict[str, Any], tied: bool) -> dict[str, Any]:
     return sizes | {
         "model_type": f"qwen{generation}",
@@ -237,8 +215,24 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "SmolLM2-135M": _smollm2(_sizes(576, 1536, 30, 9, 3, 49_152), theta=1e5),
     "SmolLM2-360M": _smollm2(_sizes(960, 2560, 32, 15, 5, 49_152), theta=1e5),
     "SmolLM2-1.7B": _smollm2(_sizes(2048, 8192, 24, 32, 32, 49_152), theta=1.3e5),
-    "Mixtral-8x7B": _mixtral(_sizes(4096, 14_336, 32, 32, 8, 32_000)),
-    "OLMoE-1B-7B": _olmoe(_sizes(2048, 1024, 16, 16, 16, 50_304)),
+    "Mixtral-8x7B": _sizes(4096, 14_336, 32, 32, 8, 32_000)
+    | {
+        "model_type": "mixtral",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "OLMoE-1B-7B": _sizes(2048, 1024, 16, 16, 16, 50_304)
+    | {
+        "model_type": "olmoe",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "norm_topk_prob": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
     "Qwen2.5-0.5B": _qwen(2, _sizes(896, 4864, 24, 14, 2, 151_936), tied=True),
     "Qwen2.5-1.5B": _qwen(2, _sizes(1536, 8960, 28, 12, 2, 151_936), tied=True),
     "Qwen2.5-3B": _qwen(2, _sizes(2048, 11_008, 36, 16, 2, 151_936), tied=True),

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 # functions.
 from tpu_rl.cost_model import Topology, topologies
 from tpu_rl.cost_model.cards import CARDS, Card
-from tpu_rl.errors import InputError, MachineError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, MachineError, refused, reported, typed_command
 
 if TYPE_CHECKING:
     from tpu_rl.commands.config import ExperimentConfig
@@ -47,15 +47,12 @@ ENVIRONMENT = {
 """Environment variables with which libtpu compiles on a machine without a TPU."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    try:
-        flags, run_flags = parse(argv)
-        prepare(flags)
-        return run(flags, run_flags)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    flags, run_flags = parse(argv)
+    prepare(flags)
+    return run(flags, run_flags)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -214,8 +211,7 @@ def _say(line: str) -> None:
 def find_target(topology: str | None, slices: int | None = None) -> Target:
     """Return the chips of a TPU topology, or the local devices for None and "cpu".
 
-    Raises:
-        InputError: if the TPU compiler does not know the topology.
+    Raises InputError if the TPU compiler does not know the topology.
     """
     import jax
 
@@ -253,10 +249,8 @@ def compiler_gpu(card: Card) -> Any:
 
 
 def _split_topology(named: Topology) -> SplitDevices:
-    """Return a function that cuts the devices of a topology in two topologies.
-
-    The compiler compiles for whole topologies only, and so for each part as if it were alone.
-    """
+    """Return a function that cuts the devices in two topologies, as the compiler needs them
+    whole."""
     from tpu_rl.train import sharding
 
     dimensions = named.shape.count("x") + 1
@@ -264,7 +258,6 @@ def _split_topology(named: Topology) -> SplitDevices:
     # Programs are compiled for these objects: other ones of the same shape are other devices.
     @functools.cache
     def devices_of(part: str, shape: str) -> tuple[Any, ...]:
-        del part
         return tuple(_compiler_devices(named._replace(shape=shape, slices=1)))
 
     def split(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -300,12 +293,10 @@ def _compiler_devices(named: Topology) -> list[Any]:
     if any(int(size) % 2 for size in named.shape.split("x")[:2]):
         # By default a host has 2 x 2 chips, into which not every topology can be cut.
         options["chips_per_host_bounds"] = [1, 1, 1]
-    try:
+    with refused(
+        jax.errors.JaxRuntimeError,
+        f"the TPU compiler knows no {named}",
+        where="--topology",
+        fix="use a topology such as v5e:4x4",
+    ):
         return list(get_topology_desc(topology_name=named.name, platform="tpu", **options).devices)
-    except jax.errors.JaxRuntimeError as error:
-        raise InputError(
-            f"the TPU compiler knows no {named}",
-            where="--topology",
-            why=str(error).splitlines()[0][:200],
-            fix="use a topology such as v5e:4x4",
-        ) from error

@@ -107,8 +107,7 @@ def known_by_name(config: ExperimentConfig) -> Iterator[ExperimentConfig]:
 def read_model(config: ExperimentConfig) -> Model:
     """Return the model of --model.path without weights: a directory, hub id or builtin:NAME.
 
-    Raises:
-        InputError: if there is no such model. It names the well-known models most like it.
+    Raises InputError if there is no such model. It names the well-known models most like it.
     """
     try:
         directory = models.find_directory(roles.model_path(config.model.path))
@@ -386,10 +385,8 @@ def update_model_flops(planned: StagePlan, layout: Layout) -> float:
 
 
 def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
-    """Return the batch in which every text has full length: its layout, and its shapes.
-
-    The layout holds arrays on the host; the experience holds shapes with shardings.
-    """
+    """Return the batch in which every text has full length: its layout, and its shapes. The layout
+    holds arrays on the host; the experience holds shapes with shardings."""
     config, mesh = planned.context.config, planned.context.mesh
     batch = replace(
         config.batch, prompts=num_kept(config.batch.prompts, config.rollout.keep_variance_share)

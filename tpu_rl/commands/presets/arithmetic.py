@@ -139,10 +139,7 @@ def arithmetic_multi_attempt() -> ExperimentConfig:
         environment="multi_attempt",
         reward=(),
         sampling=replace(
-            arithmetic_grpo().sampling,
-            max_new_tokens=192,
-            max_turns=5,
-            max_observation_tokens=8,
+            arithmetic_grpo().sampling, max_new_tokens=192, max_turns=5, max_observation_tokens=8
         ),
     )
 

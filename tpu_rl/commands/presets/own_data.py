@@ -138,9 +138,7 @@ def rft() -> ExperimentConfig:
     """
     base = grpo()
     return replace(
-        base,
-        algorithm=algos.RftConfig(),
-        optimizer=replace(base.optimizer, learning_rate=1e-5),
+        base, algorithm=algos.RftConfig(), optimizer=replace(base.optimizer, learning_rate=1e-5)
     )
 
 
@@ -154,11 +152,7 @@ def dpo() -> ExperimentConfig:
     `--reward` is online DPO.
     """
     base = grpo()
-    return replace(
-        base,
-        algorithm=algos.DpoConfig(),
-        batch=replace(base.batch, group_size=1),
-    )
+    return replace(base, algorithm=algos.DpoConfig(), batch=replace(base.batch, group_size=1))
 
 
 def scored_completions() -> ExperimentConfig:
@@ -172,9 +166,7 @@ def scored_completions() -> ExperimentConfig:
     """
     base = grpo()
     return replace(
-        base,
-        algorithm=algos.ScoredCompletionsConfig(),
-        batch=replace(base.batch, group_size=4),
+        base, algorithm=algos.ScoredCompletionsConfig(), batch=replace(base.batch, group_size=4)
     )
 
 
@@ -187,11 +179,7 @@ def kto() -> ExperimentConfig:
     and `--algorithm.loss apo_zero` are its relatives.
     """
     base = grpo()
-    return replace(
-        base,
-        algorithm=algos.KtoConfig(),
-        batch=replace(base.batch, group_size=1),
-    )
+    return replace(base, algorithm=algos.KtoConfig(), batch=replace(base.batch, group_size=1))
 
 
 def ppo() -> ExperimentConfig:
@@ -204,9 +192,7 @@ def ppo() -> ExperimentConfig:
     """
     base = grpo()
     return replace(
-        base,
-        algorithm=algos.PpoConfig(),
-        batch=replace(base.batch, prompts=256, group_size=1),
+        base, algorithm=algos.PpoConfig(), batch=replace(base.batch, prompts=256, group_size=1)
     )
 
 

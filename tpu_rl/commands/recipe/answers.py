@@ -153,8 +153,7 @@ def evaluate(
 ) -> Answers:
     """Answer problems, `samples` times each, and judge the answers.
 
-    Raises:
-        InputError: if no reward says what is correct.
+    Raises InputError if no reward says what is correct.
     """
     if config.evaluation_reward is None and not compose.is_judged(config):
         raise InputError(

@@ -22,8 +22,7 @@ def source() -> Path:
 def copy(target: Path) -> None:
     """Write the examples to a new folder.
 
-    Raises:
-        InputError: if the folder exists, or there are no examples.
+    Raises InputError if the folder exists, or there are no examples.
     """
     if target.exists():
         raise InputError(f"{target} exists", where="--copy-to", fix="name a new folder")

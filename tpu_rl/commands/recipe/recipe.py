@@ -41,7 +41,7 @@ from tpu_rl.commands.recipe.recipe_file import START, Keep, Recipe
 from tpu_rl.data import Row
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import task_of
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, TpuRlError, reported, typed_command
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.report import markdown
@@ -70,6 +70,7 @@ class Flags:
     """Write the recipes that ship with the package to this new folder, and stop."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("recipe"), description=__doc__)
@@ -100,9 +101,6 @@ def main(argv: list[str]) -> int:
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except KeyboardInterrupt:
         print(f"interrupted\n  to go on: {command}", file=sys.stderr)
         return INTERRUPTED
@@ -139,7 +137,6 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
     comes from another is checked with the model that the chain begins with.
 
     Args:
-        recipe: the recipe.
         shows: also print what each stage would do.
     """
     configs = parse(recipe)
@@ -272,10 +269,8 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
     """Sample completions of the stage's prompts, and write the rows to keep to rows.jsonl.
 
     Chunks of prompts are sampled and written one after the other, so that a filter that was killed
-    goes on. What a chunk draws depends on the seed and on its number only.
-
-    Raises:
-        InputError: if the folder has rows of other settings, or no row is left.
+    goes on. What a chunk draws depends on the seed and on its number only. Raises InputError if the
+    folder has rows of other settings, or no row is left.
     """
     folder = Path(config.run_dir)
     stage = answers.identity(config, str(config.model.path))
@@ -410,10 +405,8 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
     """Return (the rows to keep, counts of what was sampled, judged, passing and kept).
 
     Args:
-        rows: the prompts.
         scored: the completions, those of a prompt beside each other. A completion whose reward is
             NaN is never kept.
-        keep: the rule.
     """
     group = len(scored.completions) // len(rows)
     rewards = [float(reward) for reward in scored.rewards]

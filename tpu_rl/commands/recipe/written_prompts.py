@@ -31,8 +31,7 @@ TEXTS = "texts"
 def load(path: str) -> Callable[..., Any]:
     """Return the function of `keep: columns`.
 
-    Raises:
-        InputError: if there is none, or it does not take texts.
+    Raises InputError if there is none, or it does not take texts.
     """
     function = user_code.load_function(path, "columns")
     parameters = inspect.signature(function).parameters.values()
@@ -79,10 +78,8 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
 
 
 def as_prompt(row: Row, text: str) -> Any:
-    """Return a text in the form of the prompt that asked for it: a text, or a user's message.
-
-    A system message said how to write problems, so that the new prompt has none.
-    """
+    """Return a text in the form of the prompt that asked for it: a text, or a user's message. A
+    system message said how to write problems, so that the new prompt has none."""
     return text if isinstance(row["prompt"], str) else [{"role": "user", "content": text}]
 
 
@@ -91,10 +88,8 @@ def columns_of(
 ) -> list[dict[str, Any] | None]:
     """Return the columns that the user's function gives to some completions; None of no problem.
 
-    A text on which it fails is no problem. A warning says how many there were.
-
-    Raises:
-        InputError: if it fails on all texts, or returns something else than columns.
+    A text on which it fails is no problem. A warning says how many there were. Raises InputError if
+    it fails on all texts, or returns something else than columns.
     """
     if not keep.columns or not numbers:
         return [{} for _ in numbers]

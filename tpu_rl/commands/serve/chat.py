@@ -34,7 +34,7 @@ from tpu_rl import ranges, run_files, tokenizers
 from tpu_rl.commands import saved_run
 from tpu_rl.commands.serve import model_app
 from tpu_rl.commands.serve.model_app import ModelLength
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, TpuRlError, reported, typed_command
 from tpu_rl.ranges import Count
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.config import is_temperature
@@ -67,27 +67,20 @@ class Flags:
     """The default is the run's."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("chat"), description=__doc__)
-    try:
-        check(flags)
-        compilation_cache.enable()
-        with contextlib.ExitStack() as stack:
-            speakers = [stack.enter_context(speaker(name, flags)) for name in flags.models]
-            converse(speakers, flags)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    check(flags)
+    compilation_cache.enable()
+    with contextlib.ExitStack() as stack:
+        speakers = [stack.enter_context(speaker(name, flags)) for name in flags.models]
+        converse(speakers, flags)
     return 0
 
 
 def check(flags: Flags) -> None:
-    """Check the flags.
-
-    Raises:
-        InputError: if there is no model, or a number is out of range.
-    """
+    """Check the flags. Raises InputError if there is no model, or a number is out of range."""
     if not flags.models:
         raise InputError("no model to talk to", where="MODEL_OR_RUN_DIR", fix="name one")
     if not is_temperature(flags.temperature):
@@ -158,11 +151,8 @@ class Speaker:
 
 @contextlib.contextmanager
 def speaker(name: str, flags: Flags) -> Iterator[Speaker]:
-    """Load a model, and give it a thread that parses and writes messages.
-
-    Raises:
-        InputError: if there is no such model.
-    """
+    """Load a model, and give it a thread that parses and writes messages. Raises InputError if
+    there is no such model."""
     config = model_app.settings(name, flags.tokenizer)
     language, params = saved_run.load_language(name, config)
     if not language.tokenizer.has_chat_template:

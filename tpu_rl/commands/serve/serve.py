@@ -37,7 +37,7 @@ from tpu_rl.commands import compose, roles, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.commands.serve import model_app
 from tpu_rl.commands.serve.model_app import ModelLength
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.ranges import Count, In
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import TurnRequest
@@ -109,23 +109,20 @@ class Flags:
     states of its own."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog=typed_command("serve"), description=__doc__)
-    try:
-        check(flags)
-        server.require_packages()
-        pixels = (flags.min_pixels, flags.max_pixels)
-        config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
-        bound = server.bind(flags.host, flags.port)
-        compilation_cache.enable()
-        if flags.tinker:
-            with lock.hold(flags.state_dir):
-                serve_tinker(flags, config, bound)
-        else:
-            serve(flags, config, bound)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    check(flags)
+    server.require_packages()
+    pixels = (flags.min_pixels, flags.max_pixels)
+    config = model_app.settings(flags.model, flags.tokenizer, flags.images, pixels)
+    bound = server.bind(flags.host, flags.port)
+    compilation_cache.enable()
+    if flags.tinker:
+        with lock.hold(flags.state_dir):
+            serve_tinker(flags, config, bound)
+    else:
+        serve(flags, config, bound)
     return 0
 
 
@@ -143,8 +140,7 @@ def key_check(flags: Flags) -> Callable[[str | None], bool]:
 def check(flags: Flags) -> None:
     """Check the flags.
 
-    Raises:
-        InputError: if a number is out of range, or others could reach a server without a key.
+    Raises InputError if a number is out of range, or others could reach a server without a key.
     """
     ranges.check(flags, "--")
     least, most = TEMPERATURES
@@ -283,11 +279,9 @@ def answer(
     """Run a server until a signal comes.
 
     Args:
-        running: the server, which is not started.
         line: its URL -> what to print once it answers.
         step: does the next work of the devices, or waits for some.
         wake: lets `step` return soon.
-        end: ends the work.
     """
     running.start()
     print(line(running.url), file=sys.stderr, flush=True)
@@ -326,7 +320,6 @@ def watch_signals(wake: Callable[[], None]) -> Callable[[], bool]:
     came: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
-        del frame
         came.append(number)
         signal.signal(number, signal.SIG_DFL)
         wake()

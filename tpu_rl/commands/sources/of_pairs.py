@@ -83,9 +83,7 @@ def given_pairs(
     """Return the pairs of the data that can be trained on, and those that cannot.
 
     A run of an earlier version, which had checked all pairs of a large file, goes on to do so.
-
-    Raises:
-        InputError: if the data hold no pairs.
+    Raises InputError if the data hold no pairs.
     """
     if not isinstance(config.data, FileData):
         raise InputError(
@@ -98,13 +96,7 @@ def given_pairs(
     in_full = run_dir is not None and processes.from_first(
         lambda: dataset_identity.is_read_in_full(run_dir, spec)
     )
-    settings = (
-        config.data,
-        spec,
-        config.evaluation.rows,
-        config.sampling,
-        config.batch,
-    )
+    settings = (config.data, spec, config.evaluation.rows, config.sampling, config.batch)
     # Training, evaluations and the audit of a run ask for the same pairs.
     for last_tokenizer, last_settings, given in _LAST:
         has_all = not in_full or given.num_checked == len(given.rows)
@@ -123,8 +115,7 @@ def require_pairs(
 ) -> pairs.GivenPairs:
     """Return `given_pairs`, and print how many were dropped.
 
-    Raises:
-        InputError: if no training pair is left.
+    Raises InputError if no training pair is left.
     """
     given = given_pairs(config, tokenizer, run_dir)
     for reason in given.reasons:

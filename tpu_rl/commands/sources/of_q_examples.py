@@ -10,9 +10,7 @@ from tpu_rl.commands.config import ExperimentConfig, Stage, fixed_settings
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.experience.source import Source
-from tpu_rl.experience.sources import (
-    q_examples,
-)
+from tpu_rl.experience.sources import q_examples
 from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding
 from tpu_rl.types import Params
@@ -44,9 +42,7 @@ def make_q_examples(context: RunContext, stage: Stage, params: Params) -> Source
 
 def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
     """Return `q_examples.round_identity` of the rows and of the settings that examples depend on.
-
-    The size of a micro-batch is not among them, because it depends on the devices.
-    """
+    The size of a micro-batch is not among them, because it depends on the devices."""
     settings = {k: v for k, v in fixed_settings(config).items() if k != "batch.micro_batch_rows"}
     return q_examples.round_identity(rows, settings, registry.files(config.reward_names))
 

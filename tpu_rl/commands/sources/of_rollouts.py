@@ -18,12 +18,7 @@ from tpu_rl.experience.replay import Replay
 from tpu_rl.experience.rows import hints
 from tpu_rl.experience.rows.curriculum import Curriculum
 from tpu_rl.experience.source import Memory, Source, StepExperience, with_memories
-from tpu_rl.experience.sources import (
-    partial_rollouts,
-    refinements,
-    rollouts,
-    stale_rollouts,
-)
+from tpu_rl.experience.sources import partial_rollouts, refinements, rollouts, stale_rollouts
 from tpu_rl.experience.transforms import Transform
 from tpu_rl.losses.entropy import temperature_factor
 from tpu_rl.rewards import registry
@@ -34,7 +29,6 @@ from tpu_rl.types import Params, Purpose, TrainState
 
 
 def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     settings = context.config.rollout
     spec = stage.algorithm.experience
     adapts = spec.adapts_temperature

@@ -13,16 +13,11 @@ from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import Source, StepExperience
-from tpu_rl.experience.sources import (
-    accepted,
-    completions,
-    step_labels,
-)
+from tpu_rl.experience.sources import accepted, completions, step_labels
 from tpu_rl.types import Params, TrainState
 
 
 def make_demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     return completions.demonstration_source(
         compose.row_stream(context, stage), _demonstrate(context)
     )
@@ -35,7 +30,6 @@ def _demonstrate(context: RunContext) -> completions.Demonstrate:
 
 
 def make_completions(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     batch = context.config.batch
     spec = stage.algorithm.experience
     source = completions.completion_source(
@@ -59,7 +53,6 @@ def make_completions(context: RunContext, stage: Stage, params: Params) -> Sourc
 
 
 def make_accepted(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     spec = stage.algorithm.experience
     assert spec.acceptance is not None
     assert spec.sampled_by is not None
@@ -69,7 +62,6 @@ def make_accepted(context: RunContext, stage: Stage, params: Params) -> Source:
 
 
 def make_step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     algorithm: Any = stage.algorithm
     sampled_by = algorithm.experience.sampled_by
     is_judged = bool(context.config.reward_names)
@@ -95,7 +87,6 @@ def make_step_labels(context: RunContext, stage: Stage, params: Params) -> Sourc
 
 
 def make_scored_completions(context: RunContext, stage: Stage, params: Params) -> Source:
-    del params
     algorithm: Any = stage.algorithm
     size = context.config.batch.group_size
     if size > algorithm.max_completions:

@@ -10,7 +10,6 @@ each proof.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +18,7 @@ import jax
 import tyro
 
 from tpu_rl.algos import factory_of, plugins
-from tpu_rl.errors import TpuRlError, typed_command
+from tpu_rl.errors import reported, typed_command
 from tpu_rl.proofs import PROOFS, Battery, case_of
 from tpu_rl.redaction import redact
 
@@ -34,26 +33,19 @@ class Flags:
     """Proofs that may fail. They run, and do not count."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags, settings = tyro.cli(
-        Flags,
-        args=argv,
-        prog=typed_command("check"),
-        description=__doc__,
-        return_unknown_args=True,
+        Flags, args=argv, prog=typed_command("check"), description=__doc__, return_unknown_args=True
     )
     # The proofs need float64, and no accelerator that another program may hold.
     jax.config.update("jax_platforms", "cpu")
-    try:
-        config_class = plugins.find(flags.algorithm)
-        config = tyro.cli(
-            config_class, args=settings, prog=f"{typed_command('check')} {flags.algorithm}"
-        )
-        battery = Battery(case_of(factory_of(config_class), config))
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    config_class = plugins.find(flags.algorithm)
+    config = tyro.cli(
+        config_class, args=settings, prog=f"{typed_command('check')} {flags.algorithm}"
+    )
+    battery = Battery(case_of(factory_of(config_class), config))
     failed = []
     for name, proof in PROOFS.items():
         text = proof.__name__.replace("_", " ")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,14 +25,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.tools import combined_files, deltas
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.report import markdown
 
 OPERATIONS = {
@@ -61,28 +58,24 @@ class Flags:
     """With --deltas: the number of principal directions that are compared."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("combine"), description=__doc__)
-    try:
-        if flags.deltas and problems:
-            raise InputError("--deltas answers no problems", where="--", fix="leave them out")
-        if flags.deltas:
-            report_deltas(flags)
-        else:
-            write(flags, problems)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    if flags.deltas and problems:
+        raise InputError("--deltas answers no problems", where="--", fix="leave them out")
+    if flags.deltas:
+        report_deltas(flags)
+    else:
+        write(flags, problems)
     return 0
 
 
 def write(flags: Flags, problems: list[list[str]]) -> None:
     """Write the sums, and evaluate them on a set of problems if there is one.
 
-    Raises:
-        InputError: if flags do not go together, or models do not.
+    Raises InputError if flags do not go together, or models do not.
     """
     if flags.to is None or not flags.terms:
         raise InputError(
@@ -108,8 +101,8 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
     if len(problems) > 1:
         raise InputError("a sweep has one set of problems", where="--", fix="give one")
     config = configuration.parse(problems[0]) if problems else None
-    base = models.find_directory(address_of(flags.base)) if flags.base is not None else None
-    paths = [models.find_directory(address_of(name)) for name, _ in pairs]
+    base = Path(answers.address_of(flags.base)) if flags.base is not None else None
+    paths = [Path(answers.address_of(name)) for name, _ in pairs]
     measured = []
     for name, s in points:
         terms = [(path, weight_of(text, s)) for path, (_, text) in zip(paths, pairs, strict=True)]
@@ -133,11 +126,8 @@ def measure(config: ExperimentConfig, model: str) -> answers.Estimate:
 
 
 def weight_of(text: str, s: float) -> float:
-    """Return the value of a weight, such as "0.5" or "1-s".
-
-    Raises:
-        InputError: if it is something else.
-    """
+    """Return the value of a weight, such as "0.5" or "1-s". Raises InputError if it is something
+    else."""
 
     def value(node: ast.AST) -> float:
         match node:
@@ -166,22 +156,6 @@ def weight_of(text: str, s: float) -> float:
     )
 
 
-def address_of(name: str) -> str:
-    """Return the directory or hub id of a model; of a run folder, that of its trained model.
-
-    Raises:
-        InputError: if the run has none yet.
-    """
-    if not remote_run.is_run(name):
-        return roles.model_path(name)
-    folder = remote_run.fetch(name) / "model"
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            "the run has no model yet", where=name, fix="let it end, or use tpu-rl export"
-        )
-    return str(folder)
-
-
 def report_deltas(flags: Flags) -> None:
     """Print what the training of each model changed, and the cosines of the changes."""
     if not flags.terms or flags.to is not None or flags.directions < 1:
@@ -199,11 +173,9 @@ def report_deltas(flags: Flags) -> None:
             base = None if config.model.random_init else config.model.path
         if base is None:
             raise InputError(
-                "nothing says which model the training began with",
-                where=name,
-                fix="add --base DIR",
+                "nothing says which model the training began with", where=name, fix="add --base DIR"
             )
-        before, after = (models.find_directory(address_of(path)) for path in (base, name))
+        before, after = (Path(answers.address_of(path)) for path in (base, name))
         rows = list(deltas.deltas(before, after, flags.directions))
         found.append((name, before, after))
         # Names of weights have no spaces, and would be cut.

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.hf import families, peft, safetensors_files
 from tpu_rl.models.hf.checkpoint import SHARD_BYTES, assign_files, write_index
@@ -101,10 +101,8 @@ def combine(to: str | Path, terms: Terms, base: Path | None = None) -> None:
 def fitting_tensors(directories: Sequence[Path]) -> list[dict[str, StoredTensor]]:
     """Return the tensors of each model, by name, of models that can be added up.
 
-    Only headers are read.
-
-    Raises:
-        InputError: if names, shapes, settings or tokenizers differ, or a model is an adapter.
+    Only headers are read. Raises InputError if names, shapes, settings or tokenizers differ, or a
+    model is an adapter.
     """
     first = directories[0]
     for directory in directories:
@@ -163,8 +161,6 @@ def _architecture(settings: dict[str, Any]) -> DecoderConfig | None:
 def _settings(directory: Path) -> dict[str, Any]:
     """Return the architecture that config.json describes. Raises InputError if it is no JSON."""
     path = directory / "config.json"
-    try:
+    with refused((OSError, ValueError), "config.json cannot be read", where=str(path)):
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("config.json cannot be read", where=str(path), why=str(error)) from None
     return {name: value for name, value in values.items() if name not in FREE_KEYS}

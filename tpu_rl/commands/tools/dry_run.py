@@ -50,8 +50,7 @@ MAX_OPENED_ROWS = 200
 def inspect(config: ExperimentConfig) -> None:
     """Check the run, then print its plan and its examples.
 
-    Raises:
-        InputError: if the run would end with it.
+    Raises InputError if the run would end with it.
     """
     if config.optimizer.continued:
         continued.run_of(config)
@@ -97,8 +96,7 @@ def inspect(config: ExperimentConfig) -> None:
 def first_prompt(config: ExperimentConfig, row: Row, tokenizer: Tokenizer) -> Example:
     """Reset the environment with a row, and return the prompt that the policy then reads.
 
-    Raises:
-        InputError: if the reset fails, or the prompt is too long.
+    Raises InputError if the reset fails, or the prompt is too long.
     """
     environment = compose.environment(config)
     assert environment is not None
@@ -156,11 +154,8 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
 def check_encoding(
     config: ExperimentConfig, stage: Stage, rows: Rows, tokenizer: Tokenizer
 ) -> list[str]:
-    """Encode the texts that a run encodes step by step; return warnings about their lengths.
-
-    Raises:
-        InputError: if a row cannot be encoded.
-    """
+    """Encode the texts that a run encodes step by step; return warnings about their lengths. Raises
+    InputError if a row cannot be encoded."""
     spec = stage.algorithm.experience
     encode: Any = {"demonstrations": data.demonstrations, "step_labels": data.steps}.get(
         spec.source
@@ -189,11 +184,8 @@ def check_encoding(
 
 
 def check_held_out(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Row]:
-    """Return the problems that evaluations answer.
-
-    Raises:
-        InputError: if no prompt is short enough, or the reward needs a column that they lack.
-    """
+    """Return the problems that evaluations answer. Raises InputError if no prompt is short enough,
+    or the reward needs a column that they lack."""
     stage = config.stages[-1]
     is_answered = (
         not compose.learns_from_given_pairs(stage) and roles.reading(stage.algorithm) is None
@@ -227,10 +219,8 @@ def try_rewards(
     """Return (a table of rewards of trial completions, warnings about those that failed).
 
     Nobody knows what the model will write. So a function may fail on some of the completions, which
-    are nothing, a sentence, and what the row has as its answer.
-
-    Raises:
-        InputError: if a function fails on all of them.
+    are nothing, a sentence, and what the row has as its answer. Raises InputError if a function
+    fails on all of them.
     """
     untrained = preflight.untrained_rewards(config)
     if not rows or not untrained:
@@ -269,11 +259,8 @@ def try_rewards(
 
 
 def require_some(name: str, scores: rewards.Scores, completions: Sequence[Any]) -> str | None:
-    """Return a warning if a reward function fails on some completions, or None.
-
-    Raises:
-        InputError: if it fails on all.
-    """
+    """Return a warning if a reward function fails on some completions, or None. Raises InputError
+    if it fails on all."""
     faults = [f for f in scores.faults if f.function == name and not f.is_scored]
     if not faults and np.isnan(scores.parts[name]).all():
         return (
@@ -292,10 +279,8 @@ def require_some(name: str, scores: rewards.Scores, completions: Sequence[Any]) 
 
 
 def print_example(console: Console, example: Example) -> None:
-    """Print a text as the model reads it.
-
-    What is learned is green in a terminal, and between [[ and ]] elsewhere.
-    """
+    """Print a text as the model reads it. What is learned is green in a terminal, and between [[
+    and ]] elsewhere."""
     text = Text()
     for span in example.spans:
         visible = "".join(

@@ -9,7 +9,6 @@ also serves a run that was interrupted or is still going on. It adds a model car
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,7 +21,7 @@ from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.commands.saved_run import load_run
 from tpu_rl.commands.tools import hub, model_card
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.rewards import reward_model
 from tpu_rl.types import Params
 
@@ -77,25 +76,22 @@ class Files(NamedTuple):
     max_shard_bytes: int
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("export"), description=__doc__)
-    try:
-        max_shard_bytes = check(flags)
-        context, params, step = load_run(flags.run_dir)
-        name = flags.role or roles.main_role(context.config.algorithm)
-        require_model(context, name)
-        if flags.adapter and flags.push_to_hub is not None:
-            require_public_base(context.config, name)
-        files = Files(step, flags.adapter, flags.dtype, max_shard_bytes)
-        dtype = write(context, params, name, Path(flags.to), files)
-        print(f"wrote step {step} of {flags.run_dir} to {flags.to}, in {dtype}")
-        if flags.push_to_hub is not None:
-            address = hub.push(Path(flags.to), flags.push_to_hub, flags.private)
-            print(f"uploaded to {address}")
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    max_shard_bytes = check(flags)
+    context, params, step = load_run(flags.run_dir)
+    name = flags.role or roles.main_role(context.config.algorithm)
+    require_model(context, name)
+    if flags.adapter and flags.push_to_hub is not None:
+        require_public_base(context.config, name)
+    files = Files(step, flags.adapter, flags.dtype, max_shard_bytes)
+    dtype = write(context, params, name, Path(flags.to), files)
+    print(f"wrote step {step} of {flags.run_dir} to {flags.to}, in {dtype}")
+    if flags.push_to_hub is not None:
+        address = hub.push(Path(flags.to), flags.push_to_hub, flags.private)
+        print(f"uploaded to {address}")
     return 0
 
 
@@ -162,10 +158,8 @@ def require_model(context: RunContext, name: str) -> None:
 
 
 def require_public_base(config: ExperimentConfig, name: str) -> None:
-    """Check that the model under an adapter is on the hub, where others find it.
-
-    Raises InputError if it is a directory of this machine.
-    """
+    """Check that the model under an adapter is on the hub, where others find it. Raises InputError
+    if it is a directory of this machine."""
     base = roles.adapter_base(config, name)
     if base is not None and not model_card.is_hub_name(base):
         raise InputError(

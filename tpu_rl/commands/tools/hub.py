@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import MachineError, refused
 
 REPLACED = ["*.safetensors", "*.safetensors.index.json"]
 """Files of the repository that an upload removes unless it has them itself: weights of an earlier
@@ -28,25 +28,21 @@ def require_access(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with refused(
+        HFValidationError,
+        f"{name!r} is no name of a repository",
+        where="--push-to-hub",
+        fix="use OWNER/NAME",
+    ):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise InputError(
-            f"{name!r} is no name of a repository",
-            where="--push-to-hub",
-            why=str(error).splitlines()[0],
-            fix="use OWNER/NAME",
-        ) from error
-    try:
-        HfApi().whoami()
     # A missing token and offline mode are OSErrors; a connection that fails is none.
-    except (OSError, _http_error()) as error:
-        raise InputError(
-            "the hub does not accept a login from this machine",
-            where="--push-to-hub",
-            why=str(error).splitlines()[0],
-            fix="run hf auth login or set HF_TOKEN, check the network, and unset HF_HUB_OFFLINE",
-        ) from error
+    with refused(
+        (OSError, _http_error()),
+        "the hub does not accept a login from this machine",
+        where="--push-to-hub",
+        fix="run hf auth login or set HF_TOKEN, check the network, and unset HF_HUB_OFFLINE",
+    ):
+        HfApi().whoami()
 
 
 def push(directory: Path, name: str, private: bool = False) -> str:

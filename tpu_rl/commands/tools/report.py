@@ -27,7 +27,7 @@ import tyro
 
 from tpu_rl import report
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, TpuRlError, refused, reported, typed_command
 from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
@@ -58,32 +58,25 @@ class Flags:
     """The port to serve on; 0 is any that is free."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("report"), description=__doc__)
-    try:
-        check(flags)
-        if flags.serve:
-            serve(flags.run_dirs, flags.port)
-        elif len(flags.run_dirs) == 1:
-            write(flags.run_dirs[0])
-        else:
-            path = flags.to or Path(COMPARISON)
-            page = report.build_comparison([remote_run.fetch(name) for name in flags.run_dirs])
-            path.write_text(page, encoding="utf-8")
-            print(f"wrote {path}")
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    check(flags)
+    if flags.serve:
+        serve(flags.run_dirs, flags.port)
+    elif len(flags.run_dirs) == 1:
+        write(flags.run_dirs[0])
+    else:
+        path = flags.to or Path(COMPARISON)
+        page = report.build_comparison([remote_run.fetch(name) for name in flags.run_dirs])
+        path.write_text(page, encoding="utf-8")
+        print(f"wrote {path}")
     return 0
 
 
 def check(flags: Flags) -> None:
-    """Check the flags.
-
-    Raises:
-        InputError: if they do not go together, or name no run.
-    """
+    """Check the flags. Raises InputError if they do not go together, or name no run."""
     if not flags.run_dirs:
         raise InputError("no run", where="RUN_DIR", fix="name a run folder")
     if flags.to is not None and (flags.serve or len(flags.run_dirs) == 1):
@@ -106,8 +99,7 @@ def write(address: str) -> None:
 def serve(addresses: Sequence[str], port: int) -> None:
     """Serve the page until Ctrl-C.
 
-    Raises:
-        InputError: if there is no run, or the port cannot be used.
+    Raises InputError if there is no run, or the port cannot be used.
     """
     for address in addresses:
         remote_run.fetch(address)  # Raises if there is no run.
@@ -154,11 +146,8 @@ class PageServer(ThreadingHTTPServer):
 
 
 def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
-    """Return a server of the page of the runs at some addresses.
-
-    Raises:
-        InputError: if the port cannot be used.
-    """
+    """Return a server of the page of the runs at some addresses. Raises InputError if the port
+    cannot be used."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = REQUEST_SECONDS
@@ -186,15 +175,13 @@ def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: a page that reloads itself would fill the terminal."""
 
-    try:
+    with refused(
+        (OSError, OverflowError),
+        f"port {port} cannot be used",
+        where=f"--port {port}",
+        fix="use another port, or 0 for any that is free",
+    ):
         return PageServer((HOST, port), Handler)
-    except (OSError, OverflowError) as error:
-        raise InputError(
-            f"port {port} cannot be used",
-            where=f"--port {port}",
-            why=str(error),
-            fix="use another port, or 0 for any that is free",
-        ) from error
 
 
 def page(addresses: Sequence[str]) -> tuple[int, str]:

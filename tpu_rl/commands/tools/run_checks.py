@@ -73,8 +73,7 @@ def check_checkpoint(path: Path) -> Iterator[Finding]:
     differences = manifests.compare(path)
     if differences is None:
         yield Finding(
-            f"checkpoint {path.name} has no manifest: the job ended right after it",
-            is_fault=False,
+            f"checkpoint {path.name} has no manifest: the job ended right after it", is_fault=False
         )
         yield from check_stored_checkpoints(str(path.parents[1]), only=int(path.name))
         return
@@ -242,11 +241,8 @@ def check_metrics(rows: Rows) -> Iterator[Finding]:
 
 
 def check_samples(rows: Rows, metrics_steps: list[int]) -> Iterator[Finding]:
-    """Check samples.jsonl.
-
-    The rows of a step must be together, the steps in order and each once, and every step must have
-    a row in metrics.jsonl.
-    """
+    """Check samples.jsonl. The rows of a step must be together, the steps in order and each once,
+    and every step must have a row in metrics.jsonl."""
     yield from rows.findings
     known_steps = set(metrics_steps)
     newest_step = max(known_steps, default=-1)

@@ -20,7 +20,7 @@ import tyro
 import yaml
 
 from tpu_rl.commands.flags.flag_names import OTHER_FILES, library_of
-from tpu_rl.errors import InputError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 
 OPTIMIZER = "optimizer.learning-rate"
 ADVANTAGES = "algorithm.advantages"
@@ -117,14 +117,11 @@ class Flags:
     """A YAML file of TRL or verl."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("translate"), description=__doc__)
-    try:
-        ours, left = translate(read(flags.file))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    ours, left = translate(read(flags.file))
     print(yaml.safe_dump(ours, sort_keys=False), end="")
     for name, value in left.items():
         print(f"not carried over: {name}: {value!r}", file=sys.stderr)
@@ -210,7 +207,6 @@ def _kl(theirs: Mapping[str, Any], coefficient: Any) -> Any:
 
 def _positive(theirs: Mapping[str, Any], value: Any) -> int | None:
     """Return a number of steps; -1 stands for none."""
-    del theirs
     return value if isinstance(value, int) and value > 0 else None
 
 

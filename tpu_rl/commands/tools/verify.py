@@ -10,13 +10,12 @@ on. The exit code is 0 if everything is whole, and 4 if not.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import tyro
 
 from tpu_rl.commands.tools import run_checks
-from tpu_rl.errors import DamagedDataError, TpuRlError, typed_command
+from tpu_rl.errors import DamagedDataError, reported, typed_command
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,11 @@ class Flags:
     """A run folder, on a disk or in a bucket (gs://)."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("verify"), description=__doc__)
-    try:
-        findings = run_checks.verify(flags.run_dir)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+    findings = run_checks.verify(flags.run_dir)
     for finding in findings:
         print(f"{'FAULT' if finding.is_fault else 'note '}  {finding.text}")
     faults = sum(finding.is_fault for finding in findings)

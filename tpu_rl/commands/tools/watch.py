@@ -9,7 +9,6 @@ Ctrl-C or the run's last step. The command only reads, and needs no accelerator.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import tyro
 from rich import console, live, table, text
 
 from tpu_rl import metrics, run_files
-from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.report import run_data
 from tpu_rl.storage import gcs
 
@@ -38,6 +37,7 @@ class Flags:
     """Draw the page once and end."""
 
 
+@reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("watch"), description=__doc__)
@@ -59,9 +59,6 @@ def main(argv: list[str]) -> int:
                 time.sleep(SECONDS)
                 page, is_over = draw(folder)
                 shown.update(page, refresh=True)
-    except TpuRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except KeyboardInterrupt:
         pass
     return 0

@@ -101,7 +101,6 @@ class Curriculum(data.RowStream):
 
     def observe(self, scored: Scored, step: int, state: TrainState) -> Scored:
         """Note the pass rates of a batch: a transform that changes nothing."""
-        del step, state
         sampled = by_episode(all_sampled(scored))
         judged = next(iter(sampled.parts.values()), sampled.rewards)
         for row, rewards in zip(sampled.rows, judged.reshape(len(sampled.rows), -1), strict=True):
@@ -218,11 +217,8 @@ def solution_parts(solution: str, separator: str) -> list[str]:
 
 
 def with_text(row: Row, text: str) -> Row:
-    """Return the row with a text at the end of its prompt, or of its last message.
-
-    Raises:
-        InputError: if the last message is no text.
-    """
+    """Return the row with a text at the end of its prompt, or of its last message. Raises
+    InputError if the last message is no text."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return row | {"prompt": prompt + text}

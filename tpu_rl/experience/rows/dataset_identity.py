@@ -49,13 +49,8 @@ def make_stream(
     """Return the rows of a file, endlessly, in batches, after comparing them with the run's.
 
     Args:
-        rows: the training rows.
         spec: what the algorithm learns from. Stages that read other columns have other digests.
-        batch_size: rows per batch.
-        seed: seed of their order.
         run_dir: the run folder, with the digests of the rows that the run began with.
-        data_path: where the rows are from, for error messages.
-        accept_change: whether rows that differ are accepted.
         weights: of the parts of the data; see `data.stream`.
 
     Raises:
@@ -192,10 +187,8 @@ def write(path: Path, digests: Digests) -> None:
 def record_change(
     run_dir: Path, name: str, previous: Digests, current: Digests, details: dict[str, str | int]
 ) -> None:
-    """Append a line to `dataset_changes.jsonl`.
-
-    In `details`, `first_row` counts from 1, and `checkpoint` is the step the run resumes from.
-    """
+    """Append a line to `dataset_changes.jsonl`. In `details`, `first_row` counts from 1, and
+    `checkpoint` is the step the run resumes from."""
     line = {
         "time": round(time.time(), 3),
         "data": name,
@@ -207,10 +200,8 @@ def record_change(
 
 
 def earlier_fingerprints(run_dir: Path, name: str) -> tuple[str, ...]:
-    """Return fingerprints of the rows before each accepted change.
-
-    Checkpoints may still contain them.
-    """
+    """Return fingerprints of the rows before each accepted change. Checkpoints may still contain
+    them."""
     path = run_dir / CHANGES_FILE
     records = run_files.read_rows(path, keys=())
     return tuple(str(record.get("was")) for record in records if record.get("data") == name)

@@ -19,11 +19,7 @@ from tpu_rl.types import TrainState
 
 def with_hint(prompt: Any, hint: str, template: str) -> Any:
     """Return the prompt that the teacher sees: a text, or a conversation whose last message is in
-    the template.
-
-    Raises:
-        InputError: if the last message holds no plain text.
-    """
+    the template. Raises InputError if the last message holds no plain text."""
     last = prompt if isinstance(prompt, str) else prompt[-1].get("content")
     if not isinstance(last, str):
         raise InputError(
@@ -51,12 +47,10 @@ def log_ratios(
     Args:
         spec: the teacher's role, the column of hints, and the template of prompts.
         log_probs: of the teacher, at the sampler's temperature.
-        tokenizer: encodes prompts.
         columns: the largest number of tokens of a text.
     """
 
     def set_rewards(scored: Scored, step: int, state: TrainState) -> Scored:
-        del step
         rollout = scored.rollout
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)

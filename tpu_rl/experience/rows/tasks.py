@@ -48,9 +48,6 @@ def make_stream(
 
     Args:
         data_config: a task's settings, or files.
-        spec: what the algorithm learns from.
-        tokenizer: measures prompts.
-        batch_size: rows per batch.
         seed: seed of the problems of a task, and of the order of rows.
         num_held_out: rows of a file that are held out, if no other file has the held-out rows.
         max_prompt_tokens: rows of a file with a longer prompt are dropped, with a warning.
@@ -150,10 +147,8 @@ def rows_of_set(
 
     They have the run's format, columns, templates and instruction; with a task, the plain format.
     Rows are problems or demonstrations, whatever the run learns from. The prompt of a conversation
-    is what stands before the assistant's last answer.
-
-    Raises:
-        InputError: if a row has no `prompt` and no `messages`, or is not valid.
+    is what stands before the assistant's last answer. Raises InputError if a row has no `prompt`
+    and no `messages`, or is not valid.
     """
     files = data_config if isinstance(data_config, FileData) else FileData()
     first = data.first_row(path, split, files.config, files.columns)
@@ -239,11 +234,8 @@ def first_fitting(rows: Sequence[Row], misfit: Callable[[Row], str]) -> data.Sto
 
 
 def require_json(rows: Sequence[Row]) -> None:
-    """Check that checkpoints can contain the rows, as those of unfinished completions.
-
-    Raises:
-        InputError: if a row is not a JSON value.
-    """
+    """Check that checkpoints can contain the rows, as those of unfinished completions. Raises
+    InputError if a row is not a JSON value."""
     for number, row in enumerate(rows, start=1):
         for column, value in row.items():
             try:
@@ -268,10 +260,8 @@ def file_rows(
 
     Without a second file, the last rows are held out: `num_held_out`, but a tenth of all at most;
     with weights, of each part of the data in its share. Of formats with several rows per problem,
-    see `solution_rows`.
-
-    Raises:
-        InputError: if no file is given, or a row lacks a column or is not valid.
+    see `solution_rows`. Raises InputError if no file is given, or a row lacks a column or is not
+    valid.
     """
     if files.path is None:
         raise InputError(
@@ -359,8 +349,7 @@ def _warn_once(message: str) -> None:
 def with_template(row: Row, templates: tuple[str, ...]) -> Row:
     """Return the row with its prompt, or the prompt's last message, in one of the templates.
 
-    Raises:
-        InputError: if a template has no place for the prompt, or the row no prompt of text.
+    Raises InputError if a template has no place for the prompt, or the row no prompt of text.
     """
     if not templates:
         return row
@@ -423,9 +412,7 @@ def read_rows(
     """Return the rows of a file or dataset, with the instruction appended to their prompts.
 
     Of graded solutions these are the problems, one row each; see `solution_rows` for the solutions.
-
-    Raises:
-        InputError: if a row lacks a column of `spec.columns` or is not valid.
+    Raises InputError if a row lacks a column of `spec.columns` or is not valid.
     """
     read = functools.partial(
         data.read, path, split=split, config=files.config, column_names=files.columns

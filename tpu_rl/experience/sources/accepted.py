@@ -31,9 +31,6 @@ def accepted_source(
 
     Args:
         engine: samples as the role `sampled_by`.
-        stream: data rows.
-        rule: which completions are accepted.
-        sampled_by: the role that samples.
     """
 
     def draw(step: int, state: TrainState) -> StepExperience:
@@ -76,10 +73,7 @@ def accept(scored: Scored, step: int, rule: Acceptance, on_policy: bool) -> Step
 
 
 def select(
-    rewards: np.ndarray,
-    group_id: np.ndarray,
-    token_ids: Sequence[Hashable],
-    rule: Acceptance,
+    rewards: np.ndarray, group_id: np.ndarray, token_ids: Sequence[Hashable], rule: Acceptance
 ) -> Selection:
     """Return masks of the accepted completions, and of those that would be if they repeated none.
 

@@ -25,7 +25,6 @@ def demonstration_source(stream: data.RowStream, demonstrate: Demonstrate) -> So
     """Return the source of the stream's own demonstrations."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del state
         rows = next(stream)[1]
         return offline(demonstrate(rows), rows, step)
 
@@ -38,7 +37,6 @@ def given_scores_source(
     """Return the source of the stream's own completions with scores."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del state
         rows = next(stream)[1]
         return offline(to_scored(rows), rows, step)
 

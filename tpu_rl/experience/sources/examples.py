@@ -43,10 +43,6 @@ def of_row(
 
     Args:
         row: a row with the columns of `spec`.
-        spec: what the algorithm learns from.
-        tokenizer: renders conversations and encodes texts.
-        max_prompt_tokens: the largest number of tokens of a prompt.
-        max_new_tokens: the largest number of tokens of a completion.
     """
     max_length = max_prompt_tokens + max_new_tokens
     if spec.source == "demonstrations" or (spec.source == "completions" and not spec.sampled_by):
@@ -90,10 +86,7 @@ def _example(title: str, tokens: Any, mask: Any, index: int, tokenizer: Tokenize
 
 
 def _noted(title: str, tokens: Any, notes: Sequence[str], tokenizer: Tokenizer) -> Example:
-    """Return tokens as text, with neighbors of the same note together.
-
-    Padding follows the last noted token of a row of an array, and is left out.
-    """
+    """Return tokens as text, neighbors of one note together, without the padding after the last."""
     ids = [int(token) for token in tokens]
     last = max((i for i, note in enumerate(notes) if note), default=len(ids) - 1)
     while not any(notes) and last > 0 and ids[last] == tokenizer.pad_id:

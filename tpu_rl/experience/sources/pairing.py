@@ -73,13 +73,8 @@ def grade(scored: Scored) -> tuple[Pairs, int]:
 
 
 def _graded(scored: Scored, rows: np.ndarray, is_valid: np.ndarray) -> Pairs:
-    """Return some rows of a rollout, each graded by itself. Invalid rows have no actions.
-
-    Args:
-        scored: the completions.
-        rows: [N] indices into them.
-        is_valid: [N] bool.
-    """
+    """Return rows [N] of a rollout, each graded by itself. Those not `is_valid` [N] have no
+    actions."""
     rollout = scored.rollout
     arrays: dict[str, Any] = {
         "tokens": np.asarray(rollout.tokens)[rows],

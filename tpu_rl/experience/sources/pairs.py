@@ -79,7 +79,6 @@ def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
     """Return the source of the stream's own pairs."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del state
         rows = next(stream)[1]
         return offline(to_pairs(rows), rows, step)
 

@@ -106,9 +106,6 @@ def q_example_source(
     Args:
         engine: samples and scores examples; see `q_engine`.
         rows: the prompts of this round.
-        params: the whole params tree at the beginning of the stage.
-        spec: the round.
-        run_dir: the folder of the run.
         decode: returns the text of token ids (`Tokenizer.decode`).
 
     Raises:
@@ -133,7 +130,6 @@ def q_example_source(
 
     def draw(step: int, state: TrainState) -> StepExperience:
         nonlocal num_drawn
-        del state
         rows = drawn_rows(num_drawn, num_examples, spec)
         num_drawn += 1
         examples = take(joined, rows)
@@ -216,10 +212,8 @@ def prefix_ids(tokens: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def drawn_rows(num_drawn: int, num_examples: int, spec: RoundSpec) -> np.ndarray:
-    """Return the rows of the examples of the next step, [spec.batch_size].
-
-    If `spec.together` does not divide the number of examples, the last ones are left out.
-    """
+    """Return the rows of the examples of the next step, [spec.batch_size]. If `spec.together` does
+    not divide the number of examples, the last ones are left out."""
     blocks = spec.batch_size // spec.together
     positions = num_drawn * blocks + np.arange(blocks)
     chosen = shuffled(positions, num_examples // spec.together, (spec.seed, spec.number))
@@ -250,9 +244,8 @@ def shuffled(positions: np.ndarray, num_rows: int, seed: tuple[int, ...]) -> np.
 def collect(engine: Engine, rows: list[Row], params: Params, spec: RoundSpec) -> Round:
     """Sample and score the examples of a round.
 
-    Raises:
-        InputError: if all examples have the same return or, with `spec.drop_equal_returns`, if
-            those of each prompt do; or if a return is outside `spec.return_range`.
+    Raises InputError if all examples have the same return or, with `spec.drop_equal_returns`, if
+    those of each prompt do; or if a return is outside `spec.return_range`.
     """
     sampled = engine.generate(params, RolloutRequest(rows, spec.first_step))
     scored = engine.score(sampled)
@@ -311,11 +304,7 @@ def _is_valid(path: Path, run_dir: Path, spec: RoundSpec) -> bool:
 
 
 def check_returns(returns: np.ndarray, return_range: tuple[float, float]) -> None:
-    """Check that q's distribution can represent the returns.
-
-    Raises:
-        InputError: if it cannot.
-    """
+    """Check that q's distribution can represent the returns. Raises InputError if it cannot."""
     low, high = return_range
     if returns.min() < low or returns.max() > high:
         raise InputError(
@@ -402,10 +391,8 @@ def cut_and_continue(
 
 
 def sample_records(round_: Round, decode: Callable[..., str], step: int) -> list[dict[str, Any]]:
-    """Return samples.jsonl objects of some examples.
-
-    `prompt` contains the prefix, and `completion` the continuation.
-    """
+    """Return samples.jsonl objects of some examples. `prompt` contains the prefix, and `completion`
+    the continuation."""
 
     def text(row: int, start: int, end: int, **settings: bool) -> str:
         return decode(round_.tokens[row, start:end].tolist(), **settings)
@@ -440,8 +427,7 @@ def write(path: Path, round_: Round) -> None:
 def read(path: Path) -> tuple[Round, str]:
     """Return a round and the SHA-256 of its file.
 
-    Raises:
-        DamagedDataError: if the file is missing or cannot be read.
+    Raises DamagedDataError if the file is missing or cannot be read.
     """
     try:
         content = path.read_bytes()

@@ -28,11 +28,8 @@ from tpu_rl.types import RowSource, TrainState
 
 
 def with_critique(row: Row, completion: str, spec: Refinement) -> Row:
-    """Return the row whose prompt goes on with a completion and its critique.
-
-    Raises:
-        InputError: if the critique names the answer, and its column holds no text.
-    """
+    """Return the row whose prompt goes on with a completion and its critique. Raises InputError if
+    the critique names the answer, and its column holds no text."""
     critique = spec.critique
     if "{answer}" in critique:
         critique = critique.replace("{answer}", text_of_column(row, spec.column))
@@ -53,9 +50,6 @@ def refinement(
 
     Args:
         engine: samples a completion of each prompt by the policy, and scores it.
-        spec: the critique.
-        tokenizer: measures prompts.
-        max_prompt_tokens: tokens of a prompt.
     """
 
     def add(scored: Scored, step: int, state: TrainState) -> Scored:

@@ -29,9 +29,7 @@ def rollout_source(
     """Return the source of online rollouts.
 
     Args:
-        engine: samples from the current policy.
         stream: data rows, `batch.prompts` at a time; one at a time with `only_needed`.
-        batch: the size of a batch.
         dynamic_sampling_rounds: `max_rounds` of `dynamic_sampling.collect`.
         transforms: what happens to each batch before it is packed.
         only_needed: see `dynamic_sampling.collect`.

@@ -119,10 +119,7 @@ def stale_source(
     def freeze() -> Callable[[], dict[str, Any]]:
         stream_state = stream.get_state()
         batches = tuple(store)
-        return lambda: {
-            "stream": stream_state,
-            "store": [waiting.as_json for waiting in batches],
-        }
+        return lambda: {"stream": stream_state, "store": [waiting.as_json for waiting in batches]}
 
     def get_state() -> dict[str, Any]:
         return freeze()()

@@ -37,7 +37,6 @@ def given_step_source(stream: data.RowStream, to_examples: ToExamples) -> Source
     """Return the source of the stream's own labeled steps."""
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        del state
         rows = next(stream)[1]
         return offline(to_examples(rows), rows, step)
 
@@ -62,17 +61,12 @@ def sampled_step_source(
 
 
 def monte_carlo_step_source(
-    engine: Engine,
-    stream: data.RowStream,
-    roll_out: Decoding,
-    scorer: Scorer,
-    config: Any,
+    engine: Engine, stream: data.RowStream, roll_out: Decoding, scorer: Scorer, config: Any
 ) -> Source:
     """Return the source of steps that continuations label; see `algos.process_reward`.
 
     Args:
         engine: completes the prompts, and judges the completions.
-        stream: data rows.
         roll_out: continues prefixes, `config.continuations` times each.
         scorer: judges what was continued.
         config: a ProcessRewardConfig.
@@ -92,10 +86,8 @@ def monte_carlo_step_source(
 def monte_carlo_labels(
     scored: Scored, roll_out: Decoding, scorer: Scorer, params: Params, step: int, config: Any
 ) -> QExamples:
-    """Return scored completions, each with a label at one end of a step, drawn uniformly.
-
-    A completion that nobody could judge has no label.
-    """
+    """Return scored completions, each with a label at one end of a step, drawn uniformly. A
+    completion that nobody could judge has no label."""
     answers = scored.rollout
     tokens = np.asarray(answers.tokens)
     mask = np.asarray(answers.action_mask)

@@ -182,11 +182,8 @@ def with_groups(
 
 
 def beside_zeros(query: Array) -> Array:
-    """Return queries [B, K, G, E] for keys of paired heads: [B, K / 2, 2 G, 2 E].
-
-    A query has zeros where the key of the other head is, so that its product with a pair is that
-    with its own key.
-    """
+    """Return queries [B, K, G, E] for keys of paired heads: [B, K / 2, 2 G, 2 E]. A query has zeros
+    where the key of the other head is, so that its product with a pair is that with its own key."""
     rows, kv_heads, group, head_dim = query.shape
     query = jnp.pad(query, ((0, 0), (0, kv_heads % 2), (0, 0), (0, 0)))
     pairs = query.reshape(rows, -1, 2, group, head_dim)
@@ -276,10 +273,8 @@ def _on_devices(
     sinks: Array | None,
     *operands: Any,
 ) -> Array:
-    """Return the attention of `decode_attention`, where each device computes its rows and heads.
-
-    `group` query heads read one KV head.
-    """
+    """Return the attention of `decode_attention` by rows and heads; `group` query heads read a KV
+    head."""
     query_spec = sharding.spec(("slots", None, "heads", None), query.shape, mesh)
     leaf_specs = [sharding.spec(LEAF_AXES[: leaf.ndim], leaf.shape, mesh) for leaf in leaves]
     row_spec = PartitionSpec(query_spec[0])

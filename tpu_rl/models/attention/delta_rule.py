@@ -268,11 +268,8 @@ def _step(commit: Array | None, carry: _Carry, chunk: _Chunk) -> tuple[_Carry, A
 
 @jax.custom_vjp
 def _inverse(lower: Array) -> Array:
-    """Return the inverse of 1 + lower, for strictly lower triangular matrices [..., C, C].
-
-    It doubles the size of the blocks on the diagonal that are inverted, as substitution by blocks
-    does. C is a power of two.
-    """
+    """Invert 1 + lower, strictly lower triangular [..., C, C], C a power of two, by doubling its
+    diagonal blocks."""
     size = lower.shape[-1]
     row = jnp.arange(size)[:, None]
     column = jnp.arange(size)[None, :]

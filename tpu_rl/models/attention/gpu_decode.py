@@ -119,11 +119,7 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
         weights = jnp.exp(scores - new_maximum[:, None])
         factor = jnp.exp(maximum - new_maximum)
         added = product(weights.astype(values.dtype), read(values), A_B)
-        return (
-            new_maximum,
-            factor * total + weights.sum(1),
-            factor[:, None] * weighted + added,
-        )
+        return (new_maximum, factor * total + weights.sum(1), factor[:, None] * weighted + added)
 
     maximum, total, weighted = jax.lax.fori_loop(
         begin_block,

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tpu_rl import untrusted_files
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, located, refused
 from tpu_rl.models import lora, quantization
 from tpu_rl.models.config import (
     EXPERT_MATRICES,
@@ -35,13 +35,7 @@ from tpu_rl.models.config import (
     WeightDtype,
 )
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import (
-    families,
-    mxfp4,
-    peft,
-    safetensors_files,
-    stacked_experts,
-)
+from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files, stacked_experts
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
@@ -90,7 +84,8 @@ def from_config(
             directory is not safe to read (see `untrusted_files`).
     """
     if isinstance(config, Mapping):
-        return decoder(families.read_config(config, dtype, param_dtype or dtype, images=images))
+        with located("config.json"):
+            return decoder(families.read_config(config, dtype, param_dtype or dtype, images=images))
     directory = Path(config)
     untrusted_files.require_safe(directory)
     if peft.is_adapter(directory):
@@ -101,19 +96,12 @@ def from_config(
     path = directory / "config.json"
     source = untrusted_files.read_json(path)
     _refuse_remote_code(source, path)
-    try:
-        decoder_config = families.read_config(
-            source, dtype, param_dtype or dtype, str(path), images=images
-        )
     # In a stranger's file any value may have any type. Values of the right type that are not
     # supported raise an InputError of their own.
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise InputError(
-            "config.json does not describe a model",
-            where=str(path),
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
+    kinds = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+    what = "config.json does not describe a model"
+    with located(str(path)), refused(kinds, what, fix="download it again"):
+        decoder_config = families.read_config(source, dtype, param_dtype or dtype, images=images)
     size = decoder_config.vocab.size
     valid = min(_num_known_tokens(directory, size), size)
     vision = decoder_config.vision
@@ -140,16 +128,9 @@ def _refuse_remote_code(source: Mapping[str, Any], path: Path) -> None:
 
 
 def _num_known_tokens(directory: Path, size: int) -> int:
-    """Return the number of ids that tokenizer.json knows, added tokens included.
-
-    Without that file, or without a vocabulary in it, this is `size`, the number of rows of the
-    embedding. Special tokens may have ids beyond `size`, as the image token of Gemma 3 does,
-    because text never becomes one.
-
-    Raises:
-        InputError: ordinary text has ids beyond `size`. Reading them would give another token's
-            row.
-    """
+    """Return the number of ids that tokenizer.json knows, or `size`, the embedding's rows, without
+    it. Special tokens may lie beyond, as Gemma 3's image token. Raises InputError if ordinary text
+    does: reading it would give another token's row."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return size
@@ -178,11 +159,7 @@ def _num_known_tokens(directory: Path, size: int) -> int:
 
 
 def _tile_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the ids of the control tokens around tiles of images.
-
-    Raises:
-        InputError: tokenizer.json is not readable.
-    """
+    """Return the ids of the control tokens around tiles of images. Raises InputError."""
     path = directory / "tokenizer.json"
     tokenizer = untrusted_files.read_json(path) if path.exists() else {}
     try:
@@ -385,10 +362,8 @@ def file_dtype(directory: Path) -> str:
 def _model_tensors(
     directory: Path, has_vision: bool = False
 ) -> dict[str, StoredTensor | Mxfp4Tensor]:
-    """Return the tensors of the language model, by the names that a text model has for them.
-
-    With `has_vision`, also those that read images.
-    """
+    """Return the tensors of the language model by a text model's names; `has_vision` adds the
+    tower's."""
     tensors = {}
     for name, tensor in mxfp4.join(safetensors_files.find_tensors(directory)).items():
         plain_name = families.plain_name(name)
@@ -446,10 +421,7 @@ def _with_finite_bounds(name: str, weight: np.ndarray) -> np.ndarray:
 def _require_finite(
     directory: Path, stored: Mapping[str, StoredTensor | Mxfp4Tensor], params: Params
 ) -> None:
-    """Check that no weight is NaN or infinite, which a run would only notice after a step.
-
-    A matrix that was quantized has such a scale then.
-    """
+    """Check that no weight, or scale of a quantized one, is NaN or infinite."""
     if _all_finite(params):
         return
     names = [
@@ -484,10 +456,8 @@ def _read_weight(
     shape: tuple[int, ...],
     weight_sharding: Sharding,
 ) -> Array:
-    """Read the weight `name` of one layer, or outside of layers, to its devices.
-
-    `parts` is one part, or one for each expert. This process reads only what it holds.
-    """
+    """Read one weight of a layer, of one part or one per expert, as far as this process holds
+    it."""
     is_expert = name in EXPERT_MATRICES and len(parts[0].location.shape) < len(shape)
     views = [part.read(shape[1:] if is_expert else shape) for part in parts]
 
@@ -597,10 +567,8 @@ Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 def _file_dtype(
     config: DecoderConfig, params: Params, file_tensor: FileTensor, dtype: str | None
 ) -> np.dtype:
-    """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None.
-
-    Quantized matrices are written whole, in `param_dtype` then.
-    """
+    """Return the dtype of a tensor in the file: `dtype`, or that of the params; `param_dtype` if
+    quantized."""
     path = file_tensor.locations[0].path
     if dtype is None and config.weight_dtype is not None and path[-1] in QUANTIZED:
         return np.dtype(jnp.dtype(config.param_dtype))
@@ -610,11 +578,8 @@ def _file_dtype(
 
 
 def _cast(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return a tensor in the dtype of the file.
-
-    Raises:
-        InputError: a finite number is too large for it.
-    """
+    """Return a tensor in the dtype of the file. Raises InputError if a number is too large for
+    it."""
     if tensor.dtype == dtype:
         return tensor
     with np.errstate(over="ignore"):
@@ -657,15 +622,9 @@ def assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
 
 
 def _gather_tensors(
-    config: DecoderConfig,
-    file_tensors: Mapping[str, FileTensor],
-    names: list[str],
-    params: Params,
+    config: DecoderConfig, file_tensors: Mapping[str, FileTensor], names: list[str], params: Params
 ) -> Iterator[np.ndarray]:
-    """Yield the named tensors in Hugging Face's layout, one at a time, on the host.
-
-    A collective operation: all processes must iterate together.
-    """
+    """Yield named tensors in Hugging Face's layout on the host; all processes iterate together."""
     from jax.experimental import multihost_utils
 
     def gather(location: WeightLocation) -> np.ndarray:

@@ -9,25 +9,23 @@ from typing import Any
 from tpu_rl.errors import InputError
 
 
-def require_size(field: str, size: Any, largest: int, where: str) -> None:
+def require_size(field: str, size: Any, largest: int) -> None:
     """Raise InputError unless a field of a configuration is a whole number from 1 to `largest`."""
     if type(size) is not int or not 1 <= size <= largest:
         raise InputError(
             f"{field} = {str(size)[:40]} is out of range",
-            where=where,
             why=f"it must be a whole number from 1 to {largest:,}",
             fix="correct config.json, or download it again",
         )
 
 
 def require_supported(
-    fields: Mapping[str, tuple[Any, bool]], where: str, *, why: str, fix: str, subject: str = ""
+    fields: Mapping[str, tuple[Any, bool]], *, why: str, fix: str, subject: str = ""
 ) -> None:
     """Raise InputError for the first field whose value is not supported.
 
     Args:
         fields: name -> (value, True if it is supported).
-        where: the file.
         why: what would be wrong.
         fix: a remedy.
         subject: what has the field, before its name in the error.
@@ -36,38 +34,30 @@ def require_supported(
         if not is_supported:
             raise InputError(
                 f"{subject}{name} = {repr(value)[:80]} is not supported",
-                where=where,
                 why=why,
                 fix=fix,
             )
 
 
 def require_values(
-    hf: Mapping[str, Any],
-    supported: Mapping[str, Any],
-    where: str,
-    *,
-    why: str,
-    subject: str = "",
+    hf: Mapping[str, Any], supported: Mapping[str, Any], *, why: str, subject: str = ""
 ) -> None:
     """Raise InputError for the first field that has another value than the one supported."""
     for name, value in supported.items():
         if hf[name] != value:
             raise InputError(
                 f"{subject}{name} = {str(hf[name])[:80]} is not supported",
-                where=where,
                 why=why,
                 fix=f"use a model with {name} = {json.dumps(value)}",
             )
 
 
-def require_heads(num_heads: int, head_dim: int, num_kv_heads: int, where: str, fix: str) -> None:
+def require_heads(num_heads: int, head_dim: int, num_kv_heads: int, fix: str) -> None:
     """Raise InputError unless heads have pairs of dimensions, and key-value heads divide them."""
     if head_dim % 2 or num_heads % num_kv_heads:
         raise InputError(
             f"{num_heads} heads of dimension {head_dim} with {num_kv_heads} key-value heads are "
             "not supported",
-            where=where,
             why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
             "heads",
             fix=fix,

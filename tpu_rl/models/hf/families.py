@@ -24,12 +24,7 @@ from tpu_rl.models.config import (
     VocabConfig,
 )
 from tpu_rl.models.hf import moe_families, rope_config
-from tpu_rl.models.hf.checks import (
-    require_heads,
-    require_size,
-    require_supported,
-    require_values,
-)
+from tpu_rl.models.hf.checks import require_heads, require_size, require_supported, require_values
 from tpu_rl.models.vision import towers
 
 LAYER_NAMES = {
@@ -332,7 +327,7 @@ _GEMMA4 = {
     "attention_k_eq_v": False,
     "sliding_window": 512,
     "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     },
     "num_kv_shared_layers": 0,
     "use_double_wide_mlp": False,
@@ -578,7 +573,6 @@ def read_config(
     source: Mapping[str, Any],
     dtype: str,
     param_dtype: str,
-    where: str = "",
     *,
     images: bool = False,
 ) -> DecoderConfig:
@@ -588,35 +582,32 @@ def read_config(
         source: the content of config.json.
         dtype: the compute dtype.
         param_dtype: the dtype that weights are stored in.
-        where: the file, for error messages.
         images: read images with a model that is one of `MULTIMODAL`.
 
     Raises:
         InputError: a field is missing, or something is not supported; it names the field.
     """
-    where = where or "config.json"
     outer = source
     model_type = outer.get("model_type")
     reads_images = model_type in VISION or (images and model_type in OPTIONAL_VISION)
     if images and not reads_images:
         raise InputError(
             f"a model of the type {model_type!r} reads no images here",
-            where=where,
             why="types that do are " + ", ".join([*VISION, *OPTIONAL_VISION]),
             fix="leave --model.images out, or use another model",
         )
-    source = _text_config(source, where)
+    source = _text_config(source)
     family = FAMILIES[source["model_type"]]
-    hf = _with_defaults(family, source, where)
-    layer_types = _layer_types(family, hf, where)
-    attention = _attention(hf, layer_types, where)
+    hf = _with_defaults(family, source)
+    layer_types = _layer_types(family, hf)
+    attention = _attention(hf, layer_types)
     rotary_dim = attention.full.head_dim if attention.full else attention.rotary_dim
     rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
     vision = None
     if reads_images and model_type is not None:
-        vision = towers.read(model_type, outer, hf["hidden_size"], where)
+        vision = towers.read(model_type, outer, hf["hidden_size"])
     has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
-    moe = moe_families.read_moe(hf, where) if has_mixture else None
+    moe = moe_families.read_moe(hf) if has_mixture else None
     return DecoderConfig(
         hidden_size=hf["hidden_size"],
         layer_types=layer_types,
@@ -631,16 +622,16 @@ def read_config(
             softcap=hf["final_logit_softcapping"],
         ),
         attention=attention,
-        mlp=_mlp(hf, where),
+        mlp=_mlp(hf),
         norm=dataclasses.replace(family.norm, eps=hf["rms_norm_eps"]),
-        delta=_read_delta(hf, where) if RECURRENT in layer_types else None,
+        delta=_read_delta(hf) if RECURRENT in layer_types else None,
         rope=rope,
         sliding_rope=sliding_rope,
         residual_scale=hf["residual_multiplier"],
         layer_scalars=hf.get("layer_scalars", False),
-        **_read_small_gemma4(hf, layer_types, where),
+        **_read_small_gemma4(hf, layer_types),
         moe=moe,
-        dense_layers=moe_families.read_dense_layers(hf, where) if moe else 0,
+        dense_layers=moe_families.read_dense_layers(hf) if moe else 0,
         dtype=dtype,
         param_dtype=param_dtype,
         num_outputs=_num_outputs(source),
@@ -650,43 +641,34 @@ def read_config(
     )
 
 
-def _with_defaults(family: Family, source: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a configuration with the defaults of its family.
-
-    Raises:
-        InputError: a field is missing, out of range or not supported.
-    """
+def _with_defaults(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with its family's defaults. Raises InputError for fields it cannot
+    have."""
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
     hf |= {field: None for field in NULLABLE if field in source and source[field] is None}
     missing = [field for field in REQUIRED if field not in hf]
     if missing:
         raise InputError(
             "the model's configuration lacks " + ", ".join(missing),
-            where=where,
             why=f"a {source['model_type']} model has no default for it",
             fix="add it, or download config.json again",
         )
     for field, largest in MAX_SIZES.items():
         # A size that is null follows from the others.
         if hf[field] is not None or field in REQUIRED:
-            require_size(field, hf[field], largest, where)
-    _require_supported(family, hf, where)
+            require_size(field, hf[field], largest)
+    _require_supported(family, hf)
     if not 0 <= float(hf["rms_norm_eps"]) < 1:
         raise InputError(
             f"rms_norm_eps is {hf['rms_norm_eps']}",
-            where=where,
             why="it is added to a variance, so that none is zero: a small number",
             fix="download config.json again",
         )
     return hf
 
 
-def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the configuration of the language model: `source`, or the one inside it.
-
-    Raises:
-        InputError: the architecture is not one of `FAMILIES`.
-    """
+def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the language model's configuration. Raises InputError if it is not of `FAMILIES`."""
     from tpu_rl.models.vision import qwen_files, square_files
 
     model_type = source.get("model_type")
@@ -694,7 +676,7 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         inner = {"model_type": MULTIMODAL[model_type], **source["text_config"]}
         if "tie_word_embeddings" in source:
             inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
-        return _text_config(inner, where)
+        return _text_config(inner)
     if model_type in qwen_files.TOWERS:
         return _qwen_text_config(source)
     if model_type in VISION and isinstance(source.get("text_config"), Mapping):
@@ -705,12 +687,11 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         tied = source.get("tie_word_embeddings", model_type == "internvl")
         if model_type in (*square_files.IDEFICS, "internvl"):
             # As transformers does: the outer field decides.
-            return _text_config({**inner, "tie_word_embeddings": tied}, where)
-        return _text_config({"tie_word_embeddings": tied, **inner}, where)
+            return _text_config({**inner, "tie_word_embeddings": tied})
+        return _text_config({"tie_word_embeddings": tied, **inner})
     if model_type not in FAMILIES:
         raise InputError(
             f"model_type {model_type!r} is not supported",
-            where=where,
             why=f"architectures: {source.get('architectures')}",
             fix="supported: " + ", ".join([*FAMILIES, *MULTIMODAL, *VISION]),
         )
@@ -735,14 +716,13 @@ def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **inner, "model_type": model_type, "tie_word_embeddings": is_tied}
 
 
-def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:
+def _require_supported(family: Family, hf: Mapping[str, Any]) -> None:
     """Refuse variants of a family that would load, but then compute something else."""
     why = "the model would load, but its outputs would be wrong"
     quantization = hf.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     require_supported(
         {"quantization_config": (quantization, not quantization or method in family.quantizations)},
-        where,
         why=why,
         fix="give the model that was quantized, in 16 or 32 bits; below adapters, "
         "--model.lora.base-dtype nf4 or int8 quantizes it here",
@@ -757,10 +737,10 @@ def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> Non
         # In Gemma 4 only tokens of images see later ones.
         is_of_images = is_gemma4 and hf.get(field) == "vision"
         if field not in family.defaults and hf.get(field) is not None and not is_of_images:
-            require_values(hf, {field: value}, where, why=why)
+            require_values(hf, {field: value}, why=why)
 
 
-def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def _layer_types(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the type of each layer."""
     stated = hf.get("layer_types", []) if family.reads_layer_types else []
     layer_types = tuple(name.removesuffix("_attention") for name in stated)
@@ -773,21 +753,18 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
     if len(layer_types) != num_layers or not {*layer_types} <= {"full", other}:
         raise InputError(
             f"layer_types = {str(stated)[:200]} is not supported",
-            where=where,
             why=f"each of the {num_layers} layers must have full_attention or {other}_attention",
             fix="use a model whose layers are all of these two types",
         )
     if "sliding" in layer_types and not hf["sliding_window"]:
         raise InputError(
             "the model has sliding_attention layers, but no sliding_window",
-            where=where,
             why="the width of the window is unknown",
             fix="add sliding_window, in tokens",
         )
     if "sliding" in layer_types and hf["model_type"] in rope_config.SECTIONS:
         raise InputError(
             "use_sliding_window = true is not supported for this family",
-            where=where,
             why="tokens of an image have other positions than texts, and a window counts them",
             fix="use a model with use_sliding_window = false, as the published ones are",
         )
@@ -799,7 +776,6 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
     if len(rotated) < num_layers:
         raise InputError(
             f"no_rope_layers has {len(rotated)} numbers for {num_layers} layers",
-            where=where,
             why="it says for each layer whether it has a rotary embedding",
             fix="download config.json again",
         )
@@ -807,21 +783,20 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
     if ("sliding", 0) in pairs:
         raise InputError(
             "sliding_attention without a rotary embedding is not supported",
-            where=where,
             why=f"layer {pairs.index(('sliding', 0))} has both, by layer_types and no_rope_layers",
             fix="use a model with use_sliding_window = false",
         )
     return tuple(name if is_rotated else UNROTATED[name] for name, is_rotated in pairs)
 
 
-def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) -> AttentionConfig:
+def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> AttentionConfig:
     if "kv_lora_rank" in hf:
-        return moe_families.read_latent_attention(hf, where)
+        return moe_families.read_latent_attention(hf)
     num_heads = hf["num_attention_heads"]
     num_kv_heads = hf["num_key_value_heads"] or num_heads
     head_dim = hf["head_dim"] or hf["hidden_size"] // num_heads
     fix = "correct num_attention_heads, num_key_value_heads or head_dim"
-    require_heads(num_heads, head_dim, num_kv_heads, where, fix)
+    require_heads(num_heads, head_dim, num_kv_heads, fix)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -835,23 +810,16 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) 
         clip_qkv=hf["clip_qkv"],
         softcap=hf["attn_logit_softcapping"],
         value_norm=hf.get("value_norm", False),
-        full=_read_full_heads(hf, layer_types, where),
+        full=_read_full_heads(hf, layer_types),
         sinks=hf["attention_sinks"],
         gated=hf.get("gated_attention", False),
     )
 
 
-def _read_full_heads(
-    hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str
-) -> FullHeads | None:
-    """Return the heads of Gemma 4's full layers, or None for other families.
-
-    Published files have sizes of their own for these layers. transformers writes
-    `per_layer_config` in their place, which has what differs in each layer.
-
-    Raises:
-        InputError: a size is out of range, or layers of one type differ.
-    """
+def _read_full_heads(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> FullHeads | None:
+    """Return the heads of Gemma 4's full layers, None for other families. transformers writes
+    `per_layer_config` in place of published fields. Raises InputError if layers of a type
+    differ."""
     if "global_head_dim" not in hf:
         return None
     sizes = {"head_dim": hf["global_head_dim"]}
@@ -864,39 +832,32 @@ def _read_full_heads(
         if of_layers != expected or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
             raise InputError(
                 f"per_layer_config = {str(of_layers)[:200]} is not supported",
-                where=where,
                 why="all full_attention layers must have the same head_dim and "
                 "num_key_value_heads, and no other layer may have its own",
                 fix="use a model whose layers of one type are alike",
             )
     head_dim = sizes.get("head_dim", hf["head_dim"])
     num_kv_heads = sizes.get("num_key_value_heads", hf["num_key_value_heads"])
-    require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"], where)
-    require_size("num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"], where)
+    require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"])
+    require_size("num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"])
     fix = "correct global_head_dim or num_global_key_value_heads"
-    require_heads(hf["num_attention_heads"], head_dim, num_kv_heads, where, fix)
+    require_heads(hf["num_attention_heads"], head_dim, num_kv_heads, fix)
     return FullHeads(num_kv_heads, head_dim, key_is_value=hf["attention_k_eq_v"])
 
 
-def _read_small_gemma4(
-    hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str
-) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that E2B and E4B have, nothing for other families.
-
-    Raises:
-        InputError: a size is out of range.
-    """
+def _read_small_gemma4(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that E2B and E4B have, none for others. Raises
+    InputError."""
     if "num_kv_shared_layers" not in hf:
         return {}
     fields: dict[str, Any] = {}
     reusing = hf["num_kv_shared_layers"]
     if reusing:
-        require_size("num_kv_shared_layers", reusing, len(layer_types) - 1, where)
+        require_size("num_kv_shared_layers", reusing, len(layer_types) - 1)
         missing = {*layer_types[-reusing:]} - {*layer_types[:-reusing]}
         if missing:
             raise InputError(
                 f"num_kv_shared_layers = {reusing} is not supported",
-                where=where,
                 why=f"no layer before the last {reusing} is of type {missing.pop()}, whose keys "
                 "they would use",
                 fix="download config.json again",
@@ -906,12 +867,11 @@ def _read_small_gemma4(
             fields["reusing_mlp_size"] = 2 * hf["intermediate_size"]
     size = hf["hidden_size_per_layer_input"]
     if size:
-        require_size("hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"], where)
+        require_size("hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"])
         if hf["vocab_size_per_layer_input"] != hf["vocab_size"]:
             raise InputError(
                 f"vocab_size_per_layer_input = {str(hf['vocab_size_per_layer_input'])[:40]} is not "
                 "supported",
-                where=where,
                 why=f"vocab_size is {hf['vocab_size']}; both embeddings must have as many rows",
                 fix="use a model in which they are equal",
             )
@@ -919,12 +879,8 @@ def _read_small_gemma4(
     return fields
 
 
-def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
-    """Return the linear attention of a configuration.
-
-    Raises:
-        InputError: a size is out of range, or biases or another activation are wanted.
-    """
+def _read_delta(hf: Mapping[str, Any]) -> DeltaConfig:
+    """Return the linear attention of a configuration. Raises InputError for biases and the like."""
     sizes = {
         "key_heads": "linear_num_key_heads",
         "value_heads": "linear_num_value_heads",
@@ -933,43 +889,40 @@ def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
         "taps": "linear_conv_kernel_dim",
     }
     for field in sizes.values():
-        require_size(field, hf[field], MAX_SIZES["head_dim"], where)
+        require_size(field, hf[field], MAX_SIZES["head_dim"])
     delta = DeltaConfig(**{size: hf[field] for size, field in sizes.items()})
     if delta.value_heads % delta.key_heads:
         raise InputError(
             f"{delta.value_heads} heads of values with {delta.key_heads} of keys are not supported",
-            where=where,
             why="each head of keys must serve equally many heads of values",
             fix="correct linear_num_key_heads or linear_num_value_heads",
         )
     require_values(
         hf,
         {"attention_bias": False, "hidden_act": "silu"},
-        where,
         why="its outputs would be wrong",
         subject="linear attention with ",
     )
     return delta
 
 
-def _mlp(hf: Mapping[str, Any], where: str) -> MlpConfig:
+def _mlp(hf: Mapping[str, Any]) -> MlpConfig:
     clamped = None
     if "swiglu_alpha" in hf:
         clamped = ClampedSwish(float(hf["swiglu_alpha"]), float(hf["swiglu_limit"]))
     return MlpConfig(
         intermediate_size=hf["intermediate_size"],
-        activation=_activation(hf, where),
+        activation=_activation(hf),
         clamped=clamped,
         bias=hf["mlp_bias"],
     )
 
 
-def _activation(hf: Mapping[str, Any], where: str) -> str:
+def _activation(hf: Mapping[str, Any]) -> str:
     name = hf.get("hidden_activation") or hf["hidden_act"]
     if name not in ACTIVATION_NAMES:
         raise InputError(
             f"activation {name!r} is not supported",
-            where=where,
             why="the MLP would compute something else",
             fix="use a model with one of: " + ", ".join(ACTIVATION_NAMES),
         )

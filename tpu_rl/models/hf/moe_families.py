@@ -192,13 +192,12 @@ MAX_EXPERTS = 2**14
 MAX_INTERMEDIATE_SIZE = 2**22
 
 
-def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
+def read_moe(hf: Mapping[str, Any]) -> MoeConfig:
     """Return the mixture of a configuration with its family's defaults.
 
     Raises:
         InputError: a number is out of range, or only some of the layers are mixtures.
     """
-    where = where or "config.json"
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
         stated = (
             f"decoder_sparse_step = {hf['decoder_sparse_step']}, "
@@ -206,7 +205,6 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         )
         raise InputError(
             "models in which only some layers have experts are not supported",
-            where=where,
             why=stated[:200],
             fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
         )
@@ -221,13 +219,12 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         ("num_experts_per_tok", experts_per_token, num_experts),
         ("moe_intermediate_size", intermediate_size, MAX_INTERMEDIATE_SIZE),
     ):
-        require_size(field, number, largest, where)
+        require_size(field, number, largest)
     is_turned = hf["model_type"] == "qwen3_vl_moe_text"
     if is_turned and hf["hidden_size"] in (intermediate_size, 2 * intermediate_size):
         raise InputError(
             f"moe_intermediate_size = {intermediate_size} is not supported with "
             f"hidden_size = {hf['hidden_size']}",
-            where=where,
             why="files have the matrices of experts either way round, and their shapes would not "
             "tell which",
             fix="use a model whose experts are neither as wide nor half as wide",
@@ -239,22 +236,22 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         normalize_weights=bool(hf["norm_topk_prob"]),
         bias=hf.get("biased_experts", False),
         beside_mlp="enable_moe_block" in hf,
-        **_read_shared_expert(hf, where),
-        **_read_grouped_routing(hf, num_experts, experts_per_token, where),
+        **_read_shared_expert(hf),
+        **_read_grouped_routing(hf, num_experts, experts_per_token),
     )
 
 
-def _read_shared_expert(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_shared_expert(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields that Qwen3.5 has beside those of other mixtures; none for the others."""
     field = "shared_expert_intermediate_size"
     if field not in hf:
         return {}
-    require_size(field, hf[field], MAX_INTERMEDIATE_SIZE, where)
+    require_size(field, hf[field], MAX_INTERMEDIATE_SIZE)
     return {"shared_size": hf[field], "shared_is_routed": True}
 
 
 def _read_grouped_routing(
-    hf: Mapping[str, Any], num_experts: int, experts_per_token: int, where: str
+    hf: Mapping[str, Any], num_experts: int, experts_per_token: int
 ) -> dict[str, Any]:
     """Read the fields that DeepSeek-V3 has beside those of other mixtures; none for the others."""
     if "n_routed_experts" not in hf:
@@ -262,7 +259,6 @@ def _read_grouped_routing(
     require_values(
         hf,
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-        where,
         why="the router would choose other experts",
     )
     groups, chosen, shared = (hf[name] for name in ("n_group", "topk_group", "n_shared_experts"))
@@ -277,7 +273,6 @@ def _read_grouped_routing(
         raise InputError(
             f"{num_experts} experts in n_group = {str(groups)[:40]}, topk_group = "
             f"{str(chosen)[:40]}, n_shared_experts = {str(shared)[:40]} are not supported",
-            where=where,
             why="groups must be of equal size, of two experts or more, and hold enough experts for "
             "each token; there must be a shared expert",
             fix="download config.json again",
@@ -292,7 +287,7 @@ def _read_grouped_routing(
     }
 
 
-def read_dense_layers(hf: Mapping[str, Any], where: str) -> int:
+def read_dense_layers(hf: Mapping[str, Any]) -> int:
     """Return the number of layers at the beginning that have an MLP.
 
     Raises:
@@ -302,14 +297,13 @@ def read_dense_layers(hf: Mapping[str, Any], where: str) -> int:
     if type(count) is not int or not 0 <= count < hf["num_hidden_layers"]:
         raise InputError(
             f"first_k_dense_replace = {str(count)[:40]} is out of range",
-            where=where,
             why=f"of {hf['num_hidden_layers']} layers at least the last one must have experts",
             fix="download config.json again",
         )
     return count
 
 
-def read_latent_attention(hf: Mapping[str, Any], where: str) -> AttentionConfig:
+def read_latent_attention(hf: Mapping[str, Any]) -> AttentionConfig:
     """Return the multi-head latent attention of a configuration.
 
     Raises:
@@ -322,12 +316,11 @@ def read_latent_attention(hf: Mapping[str, Any], where: str) -> AttentionConfig:
     if query_rank is not None:
         sizes["q_lora_rank"] = query_rank
     for field, size in sizes.items():
-        require_size(field, size, MAX_INTERMEDIATE_SIZE, where)
+        require_size(field, size, MAX_INTERMEDIATE_SIZE)
     if hf["attention_bias"] or rope_dim % 2 or value_dim > own_dim + rope_dim:
         raise InputError(
             f"latent attention with attention_bias = {hf['attention_bias']}, qk_rope_head_dim = "
             f"{rope_dim} and v_head_dim = {value_dim} is not supported",
-            where=where,
             why="projections may have no bias, rotated dimensions form pairs, and values are at "
             "most as wide as keys",
             fix="use a model without these",

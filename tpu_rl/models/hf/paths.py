@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.storage import gcs, local_copies
 
 _CONFIGURATION_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -37,10 +37,8 @@ def find_configuration(path: str | Path) -> Path:
 
 
 def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
-    """Return the directory at `path`, or the snapshot of a hub id with the files of `patterns`.
-
-    A snapshot in the local cache counts only if it has a file that matches `required`.
-    """
+    """Return the directory at `path`, or a hub id's snapshot with the files of `patterns`, of which
+    one that is in the cache must have a file that matches `required`."""
     if gcs.is_address(str(path)):
         return local_copies.folder(str(path), patterns, required)
     directory = Path(path).expanduser()
@@ -71,16 +69,13 @@ def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
             return snapshot
     except (OSError, HFValidationError):
         pass  # It is not in the cache.
-    try:
+    with refused(
+        (OSError, HFValidationError),
+        f"{path} is neither a directory nor a model in the local cache, and downloading it "
+        "from the hub failed",
+        fix="check the name, your network and (for gated models) your login; or give a directory",
+    ):
         return Path(download())
-    except (OSError, HFValidationError) as error:
-        raise InputError(
-            f"{path} is neither a directory nor a model in the local cache, and downloading it "
-            "from the hub failed",
-            why=str(error).splitlines()[0],
-            fix="check the name, your network and (for gated models) your login; or give a "
-            "directory",
-        ) from error
 
 
 def require_replaceable(path: str | Path, marker: str) -> None:

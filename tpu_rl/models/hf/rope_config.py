@@ -72,7 +72,6 @@ def _read_parameters(
     if scaling not in SCALINGS and not is_proportional:
         raise InputError(
             f"rope scaling {scaling!r} is not supported",
-            where="config.json",
             why="the model would compute other rotary angles",
             fix="use a model with one of: " + ", ".join(SCALINGS),
         )
@@ -122,7 +121,6 @@ def _read_parameters(
     if len(divisors) != rope.rotated(head_dim) // 2:
         raise InputError(
             f"short_factor has {len(divisors)} numbers",
-            where="config.json",
             why=f"there are {rope.rotated(head_dim) // 2} pairs of rotated dimensions",
             fix="download config.json again",
         )
@@ -142,7 +140,6 @@ def _with_sections(
     if not are_sizes or sum(sections) != head_dim // 2:
         raise InputError(
             f"mrope_section = {str(sections)[:40]} is not supported",
-            where="config.json",
             why=f"its three numbers share the {head_dim // 2} frequencies of a head",
             fix="download config.json again",
         )
@@ -158,7 +155,6 @@ def _read_fraction(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_di
     if not is_read or not 0 < fraction <= 1 or rotated % 2 or not rotated:
         raise InputError(
             f"partial_rotary_factor = {str(fraction)[:40]} is not supported",
-            where="config.json",
             why=f"{rotated} of the {head_dim} dimensions of a head would be rotated; they form "
             f"pairs, and {hf['model_type']} may always rotate all of them",
             fix="download config.json again",
@@ -192,7 +188,6 @@ def _positive(name: str, value: Any) -> float:
     if not 0 < number < math.inf:
         raise InputError(
             f"{name} is {number}",
-            where="config.json",
             why="rotary angles need a positive finite number",
             fix="download config.json again",
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, refused
 from tpu_rl.untrusted_files import wrong_format
 
 DTYPES = {
@@ -140,44 +140,29 @@ def _find_files(directory: Path) -> list[Path]:
             fix=f"add {INDEX}, or keep one file",
         )
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
+    why = ""
+    fix = "download the model again, with its weights; or begin from random ones: "
+    fix += "--model.random-init"
     if pickles:
-        raise InputError(
-            "no safetensors file in the model directory",
-            where=str(directory),
-            why=f"it has only pickled weights ({pickles[0]}), which can run code when read",
-            fix="convert them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)",
-        )
-    if any(directory.glob("*.gguf")):
-        raise InputError(
-            "no safetensors file in the model directory",
-            where=str(directory),
-            why="it has GGUF files, whose weights are mostly quantized for llama.cpp",
-            fix="give the model that they were made of",
-        )
-    raise InputError(
-        "no safetensors file in the model directory",
-        where=str(directory),
-        fix="download the model again, with its weights; to begin from random ones, give "
-        "--model.random-init",
-    )
+        why = f"it has only pickled weights ({pickles[0]}), which can run code when read"
+        fix = "convert them with transformers: "
+        fix += "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
+    elif any(directory.glob("*.gguf")):
+        why = "it has GGUF files, whose weights are mostly quantized for llama.cpp"
+        fix = "give the model that they were made of"
+    what = "no safetensors file in the model directory"
+    raise InputError(what, where=str(directory), why=why, fix=fix)
 
 
 def _read_index(index: Path) -> list[str]:
-    """Return the file names in an index.
-
-    Raises:
-        InputError: it is no index, or a file is missing or outside of the directory.
-    """
-    try:
+    """Return the file names in an index. Raises InputError if one is missing or outside."""
+    with refused(
+        (ValueError, KeyError, AttributeError, TypeError, RecursionError),
+        "not an index of safetensors files",
+        where=str(index),
+        fix="download it again",
+    ):
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(
-            "not an index of safetensors files",
-            where=str(index),
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
@@ -223,17 +208,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             why="no model has so many tensors in a file",
             fix="do not use this checkpoint: it may have been made to do harm",
         )
-    try:
+    with refused(
+        (ValueError, KeyError, TypeError, AttributeError, RecursionError),
+        f"{path.name} has no readable header",
+        where=directory,
+        fix="download it again",
+    ):
         header = json.loads(text, object_pairs_hook=_without_duplicates)
         header.pop("__metadata__", None)
         tensors = {name: _parse_entry(path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{path.name} has no readable header",
-            where=directory,
-            why=repr(error)[:200],
-            fix="download it again",
-        ) from error
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size)):
         if tensor.offset != end:
@@ -263,11 +246,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    """Return the tensor of a header's entry; `data_start` is the first byte of the data.
-
-    Raises:
-        ValueError: shape or offsets are impossible.
-    """
+    """Return a header's tensor; `data_start` is the first byte of the data. Raises ValueError."""
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (start, end - start, *shape)):

@@ -92,10 +92,8 @@ class _Visits(NamedTuple):
 
 
 def _make_visits(ends: Array, num_rows: int, tile_rows: int) -> tuple[_Visits, Array]:
-    """Return the visits of rows whose experts end at `ends` [E], and their number.
-
-    An expert visits the tiles that hold its rows. One without rows visits none.
-    """
+    """Return the visits to the tiles that hold rows of experts, which end at `ends` [E], and their
+    number."""
     starts = jnp.pad(ends[:-1], (1, 0))
     first = starts // tile_rows
     last = (ends - 1) // tile_rows
@@ -116,7 +114,6 @@ def _kernel(tile_rows: int, has_scale: bool, layer: Any, *refs: Any) -> None:
     refs: the fields of `_Visits`; rows [r, I]; the matrix [I, o]; scales [E, o], if there are any;
     the result [r, o].
     """
-    del layer
     visits = _Visits(*refs[:4])
     x, matrix, *scale, result = refs[4:]
     visit = pl.program_id(1)
@@ -138,7 +135,6 @@ def product(x: Array, stack: Array, layer: Array, ends: Array, scale: Array | No
     Args:
         x: rows.
         stack: matrices [L, E, I, O], in eight bits or the type of x.
-        layer: number of the layer.
         ends: [E] int32: the end of each expert's rows.
         scale: [E, O] float32: factors of the layer's outputs.
     """
@@ -157,7 +153,6 @@ def _product(
     visits, count = _make_visits(ends, num_rows, tiles.rows)
 
     def tile(part: Array, visit: Array, layer: Any, *scalars: Any) -> tuple[Any, Any]:
-        del part, layer
         visits = _Visits(*scalars)
         return visits.first_tile[visits.expert[visit]] + visit, 0
 

@@ -65,7 +65,6 @@ def report_usage(hidden: Array, usage: Usage, report: Usage) -> Array:
 
 @jax.custom_vjp
 def _with_loss_term(hidden: Array, term: Array) -> Array:
-    del term
     return hidden
 
 
@@ -116,10 +115,8 @@ def _zero_usage(config: DecoderConfig) -> Usage:
 
 
 def _balance_weights(coefficient: float, measured: Params) -> Params:
-    """Return the reports whose dot product with the usage is coefficient * balance.
-
-    The frequencies of experts are constants, as in the loss of Switch Transformers.
-    """
+    """Return the reports whose dot product with the usage is coefficient * balance (Switch
+    Transformers)."""
 
     def report(usage: Usage) -> Usage:
         tokens = jnp.maximum(usage.tokens.sum(), 1)

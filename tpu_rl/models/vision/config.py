@@ -203,7 +203,6 @@ class VisionConfig:
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:
         """Return the number of positions [..., F] that features of pieces [..., n, ...] take; None
         if each takes one, as a word does."""
-        del pieces
         return None
 
 
@@ -338,10 +337,8 @@ class SquareVisionConfig(VisionConfig):
 
 
 def _tiles(rows: int, columns: int, features: int) -> Layout:
-    """Return the tokens of an image of Idefics3: its tiles, row by row, and the whole image.
-
-    A small image has no tiles (0 rows). The texts are those of transformers' Idefics3Processor.
-    """
+    """Return the tokens of an image of Idefics3: its tiles, row by row, and the whole image. A
+    small image has no tiles (0 rows). The texts are those of transformers' Idefics3Processor."""
     fake = "<fake_token_around_image>"
     tokens: list[str | int] = []
     gap = ""
@@ -447,7 +444,6 @@ class QwenVisionConfig(TableVisionConfig):
         return WeightNames(top, layer, merger if self.deep_layers else [])
 
     def sizes(self, text_size: int) -> dict[str, int]:
-        del text_size
         merged = self.merge_size**2 * self.hidden_size
         return self.sizes_of_axes | {
             "vision_position": (self.position_side or 0) ** 2,
@@ -506,7 +502,6 @@ class Gemma4VisionConfig(TableVisionConfig):
         return WeightNames(top, layer)
 
     def sizes(self, text_size: int) -> dict[str, int]:
-        del text_size
         return self.sizes_of_axes | {
             "vision_heads": self.num_heads * self.head_dim,
             "vision_kv_heads": self.num_kv_heads * self.head_dim,

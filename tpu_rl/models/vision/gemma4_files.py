@@ -40,25 +40,23 @@ TOKENS = {
 """Fields of the outer configuration with transformers' defaults."""
 
 
-def read(source: Mapping[str, Any], text_size: int, where: str) -> Gemma4VisionConfig:
+def read(source: Mapping[str, Any], text_size: int) -> Gemma4VisionConfig:
     """Return the vision part of a configuration.
 
     Raises:
         InputError: a field is out of range or not supported.
     """
-    del text_size
     tower = source.get("vision_config")
     if not isinstance(tower, Mapping):
         raise InputError(
             "the model has no vision tower",
-            where=where,
             why=f"vision_config is {tower!r}",
             fix="leave --model.images out, or use the files that were published with the tower",
         )
     fields = TOWER | {name: value for name, value in tower.items() if value is not None}
     for name, default in TOWER.items():
         if type(default) is int:
-            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE, where)
+            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE)
     rope = {"rope_type": "axial", "rope_theta": 100.0, **(fields.get("rope_parameters") or {})}
     heads = fields["num_attention_heads"]
     kv_heads = fields["num_key_value_heads"]
@@ -72,7 +70,6 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> Gemma4VisionC
             "attention_bias": (has_biases, not has_biases),
             "rope_type": (rope["rope_type"], rope["rope_type"] == "axial"),
         },
-        where,
         subject="vision_config with ",
         why="the model would load, but its features would be wrong",
         fix="use a tower as published: plain projections, and heads whose halves turn with columns "

@@ -69,7 +69,7 @@ OUTER_FIELDS = (*TOKENS, "vision_token_id", "vision_config", "model_type", "arch
 """Fields that are not the text's in files that have the text's beside them."""
 
 
-def read(source: Mapping[str, Any], text_size: int, where: str) -> QwenVisionConfig:
+def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
     """Return the vision part of a configuration whose text has `text_size` dimensions.
 
     Raises:
@@ -86,11 +86,11 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> QwenVisionCon
     sizes = {name: fields[name] for name in (*COMMON, "depth", "num_heads", "patch_size")}
     sizes |= {"hidden_size": fields["hidden_size"], "embed_dim": width}
     for name, size in sizes.items():
-        require_size(f"vision_config.{name}", size, LARGEST_SIZE, where)
-    require_size("vision_config.intermediate_size", mlp, 2**22, where)
+        require_size(f"vision_config.{name}", size, LARGEST_SIZE)
+    require_size("vision_config.intermediate_size", mlp, 2**22)
     window = None
     if kind == "qwen2_5_vl":
-        require_size("vision_config.window_size", fields["window_size"], LARGEST_SIZE, where)
+        require_size("vision_config.window_size", fields["window_size"], LARGEST_SIZE)
         window = fields["window_size"] // (fields["patch_size"] * fields["spatial_merge_size"])
 
     layers = set(range(fields["depth"]))
@@ -113,7 +113,6 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> QwenVisionCon
             ),
             "num_position_embeddings": (positions, positions == side**2),
         },
-        where,
         subject="vision_config with ",
         why="the features would be wrong, or of another width than the text's "
         f"{text_size} dimensions",

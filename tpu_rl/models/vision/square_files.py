@@ -97,18 +97,17 @@ INTERNVL_VALUES = {
 LARGEST_SIZE = 65_536
 
 
-def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionConfig:
+def read(source: Mapping[str, Any], text_size: int) -> SquareVisionConfig:
     """Return the vision part of a configuration.
 
     Raises:
         InputError: the tower is not one of `TOWERS`, or a field is not supported.
     """
-    del text_size
     model_type = source["model_type"]
     family = FAMILIES[model_type]
-    kind, fields = _tower(source, where)
+    kind, fields = _tower(source)
     is_internvl = model_type == "internvl"
-    merge, squares = _squares(source, fields, where)
+    merge, squares = _squares(source, fields)
 
     layer, strategy, checks = _feature_layer(source, fields["num_hidden_layers"])
     activation = fields["hidden_act"]
@@ -135,7 +134,6 @@ def read(source: Mapping[str, Any], text_size: int, where: str) -> SquareVisionC
                 for name, value in tower_values.items()
             },
         },
-        where,
         why="the model would load, but its outputs would be wrong",
         fix="use a model whose features are the states of one layer of the tower, of whole squares "
         "of patches",
@@ -188,7 +186,7 @@ def _gemma_tokens(source: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tower(source: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+def _tower(source: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (a key of `TOWERS`, the fields of vision_config with transformers' defaults).
 
     Raises:
@@ -203,7 +201,6 @@ def _tower(source: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(tower, Mapping) or kind not in TOWERS:
         raise InputError(
             "the model's vision tower is not supported",
-            where=where,
             why=f"vision_config has the model_type {named!r}"[:200],
             fix="use a model with a tower of CLIP or SigLIP (clip_vision_model, "
             "siglip_vision_model)",
@@ -216,7 +213,7 @@ def _tower(source: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
             fields[name] = height if height == width else [height, width]
     for name, value in defaults.items():
         if type(value) is int:
-            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE, where)
+            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE)
     return kind, fields
 
 
@@ -243,7 +240,7 @@ def _feature_layer(
 
 
 def _squares(
-    source: Mapping[str, Any], fields: Mapping[str, Any], where: str
+    source: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> tuple[int, dict[str, tuple[Any, bool]]]:
     """Return the height, in patches, of the squares that become one feature each, and the fields
     about them for `require_supported`."""
@@ -253,13 +250,13 @@ def _squares(
     checks = {"vision_config.patch_size": (patch_size, image_size % patch_size == 0)}
     if model_type == "gemma3":
         per_image = source.get("mm_tokens_per_image", 256)
-        require_size("mm_tokens_per_image", per_image, LARGEST_SIZE, where)
+        require_size("mm_tokens_per_image", per_image, LARGEST_SIZE)
         merge = max(side // math.isqrt(per_image), 1)
         is_square = side % merge == 0 and per_image in (side**2, (side // merge) ** 2)
         return merge, checks | {"mm_tokens_per_image": (per_image, is_square)}
     if model_type in IDEFICS:
         merge = source.get("scale_factor", 2)
-        require_size("scale_factor", merge, LARGEST_SIZE, where)
+        require_size("scale_factor", merge, LARGEST_SIZE)
         checks["scale_factor"] = (merge, side % merge == 0)
         checks["vision_config.image_size"] = (image_size, side in IDEFICS_SIDES)
         return merge, checks

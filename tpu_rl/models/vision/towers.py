@@ -212,20 +212,19 @@ TOWERS = {
 """`model_type` -> tower."""
 
 KINDS = ("square", "qwen", "gemma4")
-READERS: lazy.LazyTable[Callable[[Mapping[str, Any], int, str], AnyVisionConfig]] = lazy.LazyTable(
-    lambda module, kind: module.read,
-    {kind: f"tpu_rl.models.vision.{kind}_files" for kind in KINDS},
+READERS: lazy.LazyTable[Callable[[Mapping[str, Any], int], AnyVisionConfig]] = lazy.LazyTable(
+    lambda module, kind: module.read, {kind: f"tpu_rl.models.vision.{kind}_files" for kind in KINDS}
 )
-"""Kind -> (the whole configuration, dimensions of the text, the file) -> the vision part."""
+"""Kind -> (the whole configuration, dimensions of the text) -> the vision part."""
 FORWARDS: lazy.LazyTable[Callable[[DecoderConfig, Params, Array], Features]] = lazy.LazyTable(
     lambda module, kind: module.features, {kind: f"tpu_rl.models.vision.{kind}" for kind in KINDS}
 )
 """Kind -> (config, params, pieces of images) -> their features."""
 
 
-def read(model_type: str, outer: Mapping[str, Any], text_size: int, where: str) -> AnyVisionConfig:
+def read(model_type: str, outer: Mapping[str, Any], text_size: int) -> AnyVisionConfig:
     """Read the vision part of a configuration, for a text of `text_size` dimensions."""
-    return READERS[TOWERS[model_type].kind](outer, text_size, where)
+    return READERS[TOWERS[model_type].kind](outer, text_size)
 
 
 def features(config: DecoderConfig, params: Params, images: Array) -> Features:

@@ -167,14 +167,7 @@ def generate(
         live = _live_sampler(decoding, scorer, params, conversations, images)
         rounds = Rounds(request.first_groups or len(request.rows), is_old[::group_size], group_size)
         idle_seconds = _converse(
-            decoding,
-            live,
-            conversations,
-            episodes,
-            streaming,
-            images,
-            rounds,
-            request.policy_step,
+            decoding, live, conversations, episodes, streaming, images, rounds, request.policy_step
         )
         signals.mark(decoding.purpose, "rewards", request.step)
         groups = sorted(rounds.complete)
@@ -248,11 +241,9 @@ def _converse(
     rounds: Rounds,
     policy_step: int,
 ) -> float:
-    """Decode turns and wait for answers, until the episodes that the step takes are over.
-
-    Reward functions are asked about a group once its episodes are over. Returns the seconds in
-    which no turn could be decoded.
-    """
+    """Decode turns and wait for answers, until the episodes that the step takes are over. Reward
+    functions are asked about a group once its episodes are over. Returns the seconds in which no
+    turn could be decoded."""
     idle_seconds = 0.0
     config = decoding.config
     group_size = config.samples_per_prompt

@@ -164,10 +164,6 @@ class Episodes:
         """Prepare for N = len(rows) * group_size episodes.
 
         Args:
-            rows: the data row of each group.
-            group_size: episodes per row.
-            pool: the environments.
-            tokenizer: reads turns and writes observations.
             max_turns: turns of the policy in an episode, at least 1.
             max_observation_tokens: tokens that may follow a turn.
             refuses_long: whether longer observations are faults. By default they are cut.
@@ -241,9 +237,7 @@ class Episodes:
         """Reset all environments at once, and return local row -> token ids of its prompt.
 
         An episode whose reset fails has the prompt of its data row, and ends with its first turn.
-
-        Raises:
-            InputError: if a prompt of the data is too long, with the tools that it shows.
+        Raises InputError if a prompt of the data is too long, with the tools that it shows.
         """
         restoring = []
         for episode in self._episodes.values():
@@ -467,10 +461,8 @@ class Episodes:
     def _encode_observation(
         self, episode: _Episode, earlier: list[Message], messages: list[Message]
     ) -> tuple[list[int] | None, list[Message]]:
-        """Return the ids of an observation, and its messages, which may have been cut.
-
-        The ids are None if the observation ends the episode by a fault.
-        """
+        """Return the ids of an observation, and its messages, which may have been cut. The ids are
+        None if the observation ends the episode by a fault."""
         limit = self._max_observation_tokens
         # Nothing is cut beside images: half of an observation might stand for another one.
         refuses_long = self._refuses_long or any(IMAGES in message for message in messages)

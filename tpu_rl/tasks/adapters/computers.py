@@ -97,7 +97,6 @@ class LocalComputer:
         self, command: str, *, seconds: float, env: Mapping[str, str] | None = None, user: str = ""
     ) -> CommandResult:
         """Run a command. All users are one. Raises MachineLost if the machine has ended."""
-        del user
         variables = self._env | dict(env or {})
         return self._machine.run(command, cwd=self._cwd, env=variables, seconds=seconds)
 
