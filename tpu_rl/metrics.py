@@ -249,8 +249,10 @@ def _json_safe(value: Any) -> Any:
 
 
 def without_secrets(config: Any) -> Any:
-    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts. Keys
-    are texts, too. A text is a secret if it is one behind its key."""
+    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts.
+
+    Keys are texts, too. A text is a secret if it is one behind its key.
+    """
     if isinstance(config, Mapping):
         shown = {}
         for key, value in config.items():

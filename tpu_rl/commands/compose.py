@@ -471,8 +471,10 @@ def training_options(config: ExperimentConfig, mesh: Mesh) -> dict[str, Any] | N
 def router_probe(
     config: ExperimentConfig, role_models: Mapping[str, Model], stage: Stage
 ) -> Probe | None:
-    """Return a probe that measures the routers of the models that the stage trains. None if none of
-    them is a mixture of experts."""
+    """Return a probe that measures the routers of the models that the stage trains.
+
+    None if none of them is a mixture of experts.
+    """
     return models.probe(trained_models(role_models, stage), config.model.router_balance)
 
 

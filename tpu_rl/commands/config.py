@@ -466,7 +466,9 @@ def parse(argv: list[str]) -> ExperimentConfig:
 
 def with_lengths_of_model(config: ExperimentConfig, flags: list[str]) -> ExperimentConfig:
     """Return the configuration with a preset's lengths in proportion to a model's shorter context.
-    Only where no flag gives one of them, and the model is in a folder: others are refused later."""
+
+    Only where no flag gives one of them, and the model is in a folder: others are refused later.
+    """
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     path = config.model.path or ""
     is_shipped = path.startswith(BUILTIN)
@@ -550,8 +552,10 @@ def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
 
 
 def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Return the last value of a flag, or None without one, and the other flags. Raises InputError
-    if the flag has no value."""
+    """Return the last value of a flag, or None without one, and the other flags.
+
+    Raises InputError if the flag has no value.
+    """
     value = None
     others = []
     remaining = iter(flags)
@@ -567,8 +571,11 @@ def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
-    """Return the preset with another algorithm. Settings of the same name that the preset itself
-    changes stay. Raises InputError if there is no such algorithm."""
+    """Return the preset with another algorithm.
+
+    Settings of the same name that the preset itself changes stay. Raises InputError if there is no
+    such algorithm.
+    """
     kind = plugins.find(name)
     names = {setting.name for setting in dataclasses.fields(kind)}
     old = default.algorithm
@@ -587,8 +594,10 @@ def plugin_files(config: ExperimentConfig) -> list[Path]:
 
 
 def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> ExperimentConfig:
-    """Return a configuration with the changes that flags make. Raises InputError if a flag is
-    unknown, or its value has another type."""
+    """Return a configuration with the changes that flags make.
+
+    Raises InputError if a flag is unknown, or its value has another type.
+    """
     for index, flag in enumerate(flags):
         # One of Hydra's behind a flag of several values, such as --reward, would be one of them.
         is_setting = not index or re.match(r"--|[+~]{0,2}[a-z_]+(\.[a-z_]+)+=", flag)
@@ -880,8 +889,10 @@ def removed_settings(kind: type | None, name: str) -> dict[str, Any]:
 
 
 def without_removed(values: Any) -> Any:
-    """Return the plain values of a config.yaml without settings that left at their defaults. Raises
-    InputError if one has another value."""
+    """Return the plain values of a config.yaml without settings that left at their defaults.
+
+    Raises InputError if one has another value.
+    """
     if isinstance(values, list):
         return [without_removed(value) for value in values]
     if not isinstance(values, dict):

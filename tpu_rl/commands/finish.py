@@ -81,8 +81,10 @@ TELLING_STEPS = 10
 
 
 def require_learned(run_dir: Path) -> None:
-    """Raise InputError if every step of a run was skipped, or had a gradient of 0. Of a run with
-    fewer than `TELLING_STEPS`, gradients of 0 are a warning."""
+    """Raise InputError if every step of a run was skipped, or had a gradient of 0.
+
+    Of a run with fewer than `TELLING_STEPS`, gradients of 0 are a warning.
+    """
     steps = [row for row in run_files.read_metrics(run_dir) if "optim/skipped" in row]
     updates = [row for row in steps if "optim/grad_norm" in row]
     if not steps or any(row["optim/grad_norm"] != 0 for row in updates):
@@ -219,8 +221,10 @@ def save_models(context: RunContext, params: Params) -> list[Path]:
 
 
 def audit_pairs(context: RunContext, params: Params) -> None:
-    """Audit the pairs that the last stage trained on, if the data brought them. Completions that
-    are graded one by one have no margin, so there is no audit of them."""
+    """Audit the pairs that the last stage trained on, if the data brought them.
+
+    Completions that are graded one by one have no margin, so there is no audit of them.
+    """
     from tpu_rl.commands.sources import of_pairs
 
     config = context.config

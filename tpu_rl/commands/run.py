@@ -135,8 +135,10 @@ def leave_at_once(command: str) -> NoReturn:
 
 
 def end_without_lock(why: str) -> NoReturn:
-    """End this process because another job works in the run folder now. Nothing may be written
-    there any more."""
+    """End this process because another job works in the run folder now.
+
+    Nothing may be written there any more.
+    """
     try:
         process_group.end_all(f"error: {why}", InputError.code)
         print(f"error: {why}", file=sys.stderr, flush=True)
@@ -194,8 +196,10 @@ def record_rows(config: ExperimentConfig, folder: RunFolder) -> None:
 
 
 def require_same_configuration(config: ExperimentConfig, run_dir: Path, address: str) -> None:
-    """Raise InputError if a run with another configuration has begun in the folder. Raises
-    DamagedDataError if that cannot be told, or the rows are not those of the checkpoints."""
+    """Raise InputError if a run with another configuration has begun in the folder.
+
+    Raises DamagedDataError if that cannot be told, or the rows are not those of the checkpoints.
+    """
     saved = run_dir / "config.yaml"
     if not run_files.exists(saved):
         identity.require_no_checkpoints(run_dir, saved)
@@ -246,8 +250,10 @@ class StageParts(NamedTuple):
 def compose_stage(
     context: RunContext, stage: Stage, params: Params
 ) -> tuple[StageParts, TrainState]:
-    """Return the parts of a stage, and its state before its first step. The state consumes the
-    params."""
+    """Return the parts of a stage, and its state before its first step.
+
+    The state consumes the params.
+    """
     from tpu_rl.diagnosis import debug_nans
 
     algorithm = compose.build_algorithm(context, stage)

@@ -512,8 +512,10 @@ def _count_of(numbers: str) -> int:
 
 
 def group_of(attributes: str) -> tuple[int, ...]:
-    """Return the first of an instruction's replica groups, in any of the forms that XLA writes. For
-    a permutation, return two partitions of which one sends to the other."""
+    """Return the first of an instruction's replica groups, in any of the forms that XLA writes.
+
+    For a permutation, return two partitions of which one sends to the other.
+    """
     pair = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
     if pair:
         return int(pair[1]), int(pair[2])

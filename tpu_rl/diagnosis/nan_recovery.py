@@ -115,8 +115,10 @@ class NanRecovery:
 
 
 def offending_rows(experience: StepExperience, tokenizer: Tokenizer) -> Iterable[dict[str, Any]]:
-    """Yield the index, the bad fields and the text of each row with a number that is not finite. If
-    all numbers are finite, yield every row."""
+    """Yield the index, the bad fields and the text of each row with a number that is not finite.
+
+    If all numbers are finite, yield every row.
+    """
     data = experience.data
     fields = {name: np.asarray(value) for name, value in fields_of(data).items()}
     tokens = fields["tokens"]  # [N, T]

@@ -44,8 +44,10 @@ NAME = "likelihood"
 
 
 def tokens_up_to(ids: Sequence[int], mark: str, tokenizer: Tokenizer) -> int | None:
-    """Count the tokens that write a text up to the end of its last mark. None if the text lacks the
-    mark."""
+    """Count the tokens that write a text up to the end of its last mark.
+
+    None if the text lacks the mark.
+    """
     end = tokenizer.decode(list(ids)).rfind(mark)
     if end < 0:
         return None

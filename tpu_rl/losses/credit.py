@@ -162,8 +162,10 @@ def credited_advantages(
 def compared_turns(
     rollout: Rollout, credit: Credit, separators: tuple[int, ...] = ()
 ) -> Array | None:
-    """Give 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T]. None if a
-    group compares episodes, or all turns with each other."""
+    """Give 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T].
+
+    None if a group compares episodes, or all turns with each other.
+    """
     mask = rollout.action_mask
     group_id = rollout.group_id
     scored = learned_tokens(rollout).any(-1)

@@ -50,8 +50,10 @@ def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
 
 
 def clipped_loss(ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> Array:
-    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). PPO (arXiv 1707.06347, eq.
-    7), with separate bounds as in DAPO."""
+    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
+
+    PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO.
+    """
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 

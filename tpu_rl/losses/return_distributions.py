@@ -149,8 +149,10 @@ def mean_offset(outputs: Array, kl_coef: Array | float, support: Support | None)
 
 
 def log_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
-    """Compute FUDGE's offset of outputs [..., K] -> [...]. It is the log of the mean return as a
-    share of the highest return. eta does not matter."""
+    """Compute FUDGE's offset of outputs [..., K] -> [...].
+
+    It is the log of the mean return as a share of the highest return. eta does not matter.
+    """
     if support is None:
         return jax.nn.log_sigmoid(outputs[..., 0])
     share = _mean_above_lowest(outputs, support) / (support.high - support.low)

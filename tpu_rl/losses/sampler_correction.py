@@ -257,8 +257,10 @@ def importance_weights(
 
 
 def is_near(config: SamplerCorrection, log_ratio: Array, actions: Array) -> Array:
-    """Say where the distance from the sampler is in range, [N, T] bool. `log_ratio` is that of
-    `importance_weights`."""
+    """Say where the distance from the sampler is in range, [N, T] bool.
+
+    `log_ratio` is that of `importance_weights`.
+    """
     level, estimator = config.rejection.rsplit("_", 1)
     distance = {
         "k1": -log_ratio,

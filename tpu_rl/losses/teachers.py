@@ -115,8 +115,10 @@ def compose(name: str, alpha: float, adaptive: bool = False, tvd_half: bool = Tr
 
 
 def shared_vocabulary(logits: Mapping[str, Array]) -> dict[str, Array]:
-    """Cut all logits to the smallest vocabulary. Models with the same tokenizer differ only in how
-    far they pad the vocabulary."""
+    """Cut all logits to the smallest vocabulary.
+
+    Models with the same tokenizer differ only in how far they pad the vocabulary.
+    """
     size = min(role_logits.shape[-1] for role_logits in logits.values())
     return {name: role_logits[..., :size] for name, role_logits in logits.items()}
 

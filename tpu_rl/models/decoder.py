@@ -627,8 +627,9 @@ class Layer(Weights):
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
     ) -> tuple[Array, Array | None, Array | None, Array | None]:
-        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D], and the gate [B, T,
-        H, E] of `AttentionConfig.gated` or None. Key and value are None if they are reused."""
+        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D], and the gate
+        [B, T, H, E] of `AttentionConfig.gated` or None. Key and value are None if they are reused.
+        """
         config = self.config.attention
         gate = None
         if config.gated:
@@ -1122,8 +1123,11 @@ def cached_context(
     stacks: dict[str, dict[str, Array]] | None = None,
     rotary_positions: Array | None = None,
 ) -> Context:
-    """Return the context of new tokens that attend to a cache. `lengths` and `commit` [B] are the
-    numbers of tokens committed before and now. For `rotary_positions` see `packed_context`."""
+    """Return the context of new tokens that attend to a cache.
+
+    `lengths` and `commit` [B] are the numbers of tokens committed before and now. For
+    `rotary_positions` see `packed_context`.
+    """
     keys = {layer_type: view.keys for layer_type, view in views.items()}
     sequences = None
     if config.is_recurrent:

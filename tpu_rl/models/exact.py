@@ -72,7 +72,9 @@ def mean(x: Array) -> Array:
 
 def whole_tiles(count: int, rows: int = 1) -> int:
     """Return the smallest n >= count for which the last tile of n * rows rows is no short one.
-    Short tiles have one, two or three of `TILE_ROWS` rows."""
+
+    Short tiles have one, two or three of `TILE_ROWS` rows.
+    """
     return next(n for n in itertools.count(count) if n * rows % TILE_ROWS not in (1, 2, 3))
 
 
@@ -215,8 +217,10 @@ def cpu_unembed(hidden: Array, matrix: Array) -> Array:
 
 
 def blocked_unembed(hidden: Array, matrix: Array) -> Array:
-    """Return the logits that `unembed` computes on TPUs. The last block of rows may repeat some of
-    the block before it."""
+    """Return the logits that `unembed` computes on TPUs.
+
+    The last block of rows may repeat some of the block before it.
+    """
     matrix = constrain(matrix, ["vocab", None])
     size, width = matrix.shape
     shards = spread("vocab", size)

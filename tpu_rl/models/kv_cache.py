@@ -56,8 +56,10 @@ def ring_size(sliding_window: int) -> int:
 
 
 def ring_size_of(config: DecoderConfig, layer_type: str) -> int | None:
-    """Return the ring size of a layer type, or None if each token has its own place. With
-    `DecoderConfig.exact` every token has, because a ring holds keys in another order."""
+    """Return the ring size of a layer type, or None if each token has its own place.
+
+    With `DecoderConfig.exact` every token has, because a ring holds keys in another order.
+    """
     if config.exact:
         return None
     sliding_window = config.attention.sliding_window

@@ -101,8 +101,10 @@ def state_bytes(state: TrainState, trainable: update_step.Trainable) -> dict[str
 
 
 def largest_arrays(text: str, count: int = 3) -> list[tuple[int, str]]:
-    """Return the largest arrays that a program allocates in main memory. Each is (bytes, shape with
-    the traced operation). `text` is the program's optimized HLO."""
+    """Return the largest arrays that a program allocates in main memory.
+
+    Each is (bytes, shape with the traced operation). `text` is the program's optimized HLO.
+    """
     sizes: dict[str, int] = {}
     for computation in cost_model.unfused(cost_model.read(text)):
         for instruction in computation.instructions.values():

@@ -104,8 +104,10 @@ def sampling_steps(
 
 
 def cache_lengths(max_new_tokens: int) -> list[int]:
-    """List the numbers of new tokens for which the planned caches have room. These are the maximum,
-    and a quarter of it, to show what length costs."""
+    """List the numbers of new tokens for which the planned caches have room.
+
+    These are the maximum, and a quarter of it, to show what length costs.
+    """
     return sorted({_ceil_div(max_new_tokens, 4), max_new_tokens}, reverse=True)
 
 

@@ -80,8 +80,10 @@ def write_reading(
 
 
 def read_reading(directory: str | Path) -> ScoreReadout:
-    """Read the way to read scores; the defaults for a model without such a file. Raises InputError
-    if the file is not one of `write_reading`."""
+    """Read the way to read scores; the defaults for a model without such a file.
+
+    Raises InputError if the file is not one of `write_reading`.
+    """
     path = Path(directory) / FILE
     if not path.is_file():
         return ScoreReadout()

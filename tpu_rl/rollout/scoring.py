@@ -310,8 +310,10 @@ def placed_segments(
 def weights_of_environment(
     terms: Sequence[rewards.RewardTerm], parts: Mapping[str, np.ndarray]
 ) -> np.ndarray | None:
-    """Return the weight [N] of each episode's own reward; None if no term is called so. It is the
-    sum of the weights of the terms `environment` whose gates hold."""
+    """Return the weight [N] of each episode's own reward; None if no term is called so.
+
+    It is the sum of the weights of the terms `environment` whose gates hold.
+    """
     own = [term for term in terms if term.name == ENVIRONMENT]
     if not own:
         return None
@@ -366,7 +368,9 @@ def score_across_processes(
     rollout_columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> rewards.Scores:
     """Return `rewards.score` of all completions; each process computes whole groups of its own.
-    `known` holds the values that were already computed, of this process's completions."""
+
+    `known` holds the values that were already computed, of this process's completions.
+    """
     if processes.count() == 1:
         return rewards.score(
             reward_functions,

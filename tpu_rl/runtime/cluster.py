@@ -168,7 +168,9 @@ def _slurm_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 def on_a_tpu_pod(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
     """Return True if this host's TPU is part of a slice of several hosts, or one of several slices.
-    JAX's own detection waits for minutes on a host with a TPU and without a metadata server."""
+
+    JAX's own detection waits for minutes on a host with a TPU and without a metadata server.
+    """
     devices = [*(root / "dev").glob("accel[0-9]*"), *(root / "dev/vfio").glob("[0-9]*")]
     platforms = environment.get("JAX_PLATFORMS", "")
     if (

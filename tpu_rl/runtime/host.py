@@ -173,8 +173,10 @@ def claim_devices(root: Path = Path("/")) -> None:
 
 
 def processes_with_tpu(root: Path = Path("/")) -> list[str]:
-    """Return "pid 123 (python)" for each other process that has a TPU's device open. Only processes
-    that this user may inspect are found."""
+    """Return "pid 123 (python)" for each other process that has a TPU's device open.
+
+    Only processes that this user may inspect are found.
+    """
     holders = []
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         try:

@@ -16,8 +16,10 @@ FOLDER = "profile"
 
 
 def steps_of(text: str) -> range:
-    """Parse the steps to trace: "3:5" is steps 3, 4 and 5; "" is none. Raises InputError for
-    anything else."""
+    """Parse the steps to trace: "3:5" is steps 3, 4 and 5; "" is none.
+
+    Raises InputError for anything else.
+    """
     if not text:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)

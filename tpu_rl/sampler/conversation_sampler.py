@@ -110,8 +110,10 @@ class _Place(NamedTuple):
 
 
 def part_length(tokens: list[int], chunk: int, whole_images: tuple[int, int] | None) -> int:
-    """Return the number of tokens to read at once, at most `chunk`, so that no image is split. For
-    `whole_images` see `ConversationSampler`. No image is longer than the chunk."""
+    """Return the number of tokens to read at once, at most `chunk`, so that no image is split.
+
+    For `whole_images` see `ConversationSampler`. No image is longer than the chunk.
+    """
     length = min(chunk, len(tokens))
     if whole_images is None or length == len(tokens):
         return length

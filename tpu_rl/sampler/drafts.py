@@ -239,8 +239,10 @@ def _sample_from_votes(matched: Array, continuation: Array, uniforms: Array) -> 
 
 @functools.cache
 def model_draft(policy: Policy, tokens: int) -> Draft:
-    """Return a draft that another policy samples, one token after the other. It samples with the
-    uniform numbers of the positions, and without a repetition penalty."""
+    """Return a draft that another policy samples, one token after the other.
+
+    It samples with the uniform numbers of the positions, and without a repetition penalty.
+    """
 
     def propose(
         params: Params, cache: Any, inputs: DraftInputs, config: SamplerConfig

@@ -359,8 +359,10 @@ def resize_slots(
 
 @functools.partial(jax.jit, static_argnames=("mesh", "rows"))
 def live_first(mesh: Mesh | None, slots: Slots, rows: int) -> tuple[Slots, Array]:
-    """Return `rows` slots, each device's live ones first, and their numbers on their device. The
-    slots have no cache."""
+    """Return `rows` slots, each device's live ones first, and their numbers on their device.
+
+    The slots have no cache.
+    """
 
     def on_device(slots: Slots, live: Array) -> tuple[Slots, Array]:
         order = jnp.argsort(~live, stable=True)[: rows // device_count(mesh)]

@@ -137,8 +137,10 @@ def _below_max(logits: Array, scale: float) -> tuple[Array, Callable[[Array], Ar
 
 
 def penalize(logits: Array, config: SamplerConfig, seen: Array | None) -> Array:
-    """Apply repetition penalty and bias to logits [B, V]. Without either, returns the same array
-    object."""
+    """Apply repetition penalty and bias to logits [B, V].
+
+    Without either, returns the same array object.
+    """
     penalty = config.repetition_penalty
     if penalty != 1:
         assert seen is not None

@@ -271,8 +271,10 @@ def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int, is_machine: bo
 
 
 def enter_process_namespace() -> None:
-    """Continue in a child that is process 1 of the new namespace. When process 1 ends, everything
-    that it started ends with it."""
+    """Continue in a child that is process 1 of the new namespace.
+
+    When process 1 ends, everything that it started ends with it.
+    """
     check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
     child = os.fork()
     if child:
@@ -451,8 +453,10 @@ def refuse_system_calls() -> list[Instruction]:
 
 
 def filter_system_calls(of_calls: list[Instruction]) -> None:
-    """Install a seccomp filter. What it refuses fails with EPERM. Calls by the numbers of another
-    architecture kill the process."""
+    """Install a seccomp filter. What it refuses fails with EPERM.
+
+    Calls by the numbers of another architecture kill the process.
+    """
     code = [
         (LOAD, 0, 0, 4),  # the architecture
         (EQUAL, 1, 0, X86_64),

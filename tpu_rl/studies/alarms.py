@@ -163,8 +163,11 @@ def _answer(completion: str) -> str:
 
 
 def held_out_falls(history: History) -> str:
-    """Say that the reward rises while the held-out measure falls. The intervals of two evaluations
-    in a row are below that of the best one, and the reward is above that of the steps before it."""
+    """Say that the reward rises while the held-out measure falls.
+
+    The intervals of two evaluations in a row are below that of the best one, and the reward is
+    above that of the steps before it.
+    """
     *earlier, before, now = history.evaluations if len(history.evaluations) > 2 else [None] * 3
     if now is None or before is None:
         return ""

@@ -162,8 +162,10 @@ def in_batches(
     ends: np.ndarray,
     batch_size: int,
 ) -> np.ndarray:
-    """Return function(tokens, begins, ends) of all rows, computed `batch_size` rows at a time. The
-    last batch repeats its last row, to keep its shape."""
+    """Return function(tokens, begins, ends) of all rows, computed `batch_size` rows at a time.
+
+    The last batch repeats its last row, to keep its shape.
+    """
     num_rows = len(begins)
     size = min(batch_size, num_rows)
     tokens = np.asarray(rollout.tokens)

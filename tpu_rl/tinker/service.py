@@ -502,8 +502,10 @@ class Service:
         self._pump.wake()
 
     def make_room(self, session: Session, size: int) -> None:
-        """Forget results that were fetched, if a request of this size needs their memory. Raises
-        ApiError if that is not enough."""
+        """Forget results that were fetched, if a request of this size needs their memory.
+
+        Raises ApiError if that is not enough.
+        """
         for sessions, most in (([session], SESSION_BYTES), (self.sessions, ALL_BYTES)):
             held = sum(other.held for other in sessions)
             if held + size > most:

@@ -108,8 +108,10 @@ class ParsedTurn(NamedTuple):
 
 
 def format_of(template: str | None) -> str | None:
-    """Return the format whose marks a chat template has; "plain" without a template. None if it has
-    no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`."""
+    """Return the format whose marks a chat template has; "plain" without a template.
+
+    None if it has no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`.
+    """
     return "plain" if template is None else next(iter(formats_of(template)), None)
 
 

@@ -96,8 +96,11 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """Return a tree of bools: True on the leaves that weight decay applies to, the matrices. Leaves
-    are told apart by name, because norms that are stacked over layers are two-dimensional, too."""
+    """Return a tree of bools: True on the leaves that weight decay applies to, the matrices.
+
+    Leaves are told apart by name, because norms that are stacked over layers are two-dimensional,
+    too.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path[-1].key.endswith(UNDECAYED_SUFFIXES), params
     )

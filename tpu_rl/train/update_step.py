@@ -541,8 +541,10 @@ def accumulate(
 
 
 def computed_micro_batches(batch: Any) -> Array:
-    """Return [K] bool: True for micro-batches with tokens, and for the first one. So there is
-    something to measure in a step without any token."""
+    """Return [K] bool: True for micro-batches with tokens, and for the first one.
+
+    So there is something to measure in a step without any token.
+    """
     return packing.is_occupied(batch).at[0].set(True)
 
 

@@ -188,7 +188,9 @@ def find_models(
     config: ExperimentConfig, needs_weights: bool = True
 ) -> tuple[Path, dict[str, Path]]:
     """Return the directory of --model.path, and those of the roles that start as other models.
-    Raises InputError if one is neither a directory nor a model of the hub."""
+
+    Raises InputError if one is neither a directory nor a model of the hub.
+    """
     find = models.find_directory if needs_weights else models.find_configuration
     find_base = models.find_configuration if config.model.random_init else find
     directory = find_base(roles.model_path(config.model.path))
@@ -206,8 +208,10 @@ def check_models(
     role_directories: Sequence[Path],
     needs_weights: bool = True,
 ) -> Model:
-    """Return the model of --model.path after checking it and the models of the roles. Only
-    configurations and the headers of weight files are read. For `needs_weights` see `check`."""
+    """Return the model of --model.path after checking it and the models of the roles.
+
+    Only configurations and the headers of weight files are read. For `needs_weights` see `check`.
+    """
     model = roles.from_config(config, directory)
     context = json.loads(model.config.source).get("max_position_embeddings")
     check_context(config.sampling, context, directory / "config.json")
@@ -233,8 +237,10 @@ def check_models(
 
 
 def check_weights(directory: Path, model: Model, needs_weights: bool) -> None:
-    """Raise InputError if the weights of a model are missing, or do not fit it. The snapshot of a
-    model of the hub may be without them unless they are needed."""
+    """Raise InputError if the weights of a model are missing, or do not fit it.
+
+    The snapshot of a model of the hub may be without them unless they are needed.
+    """
     is_snapshot = directory.parent.name == "snapshots"
     if needs_weights or not is_snapshot or any(directory.glob("*.safetensors")):
         models.check(directory, model)
@@ -291,8 +297,11 @@ def check_param_dtype(config: ExperimentConfig, model: Model) -> list[str]:
 def check_tokenizer(
     config: ExperimentConfig, tokenizer: tokenizers.Tokenizer, model: Model, rows: list[data.Row]
 ) -> list[str]:
-    """Return warnings about the tokenizer. Raises InputError if a row needs a chat template, and
-    the template is missing, broken, takes too long, or does not show what the assistant wrote."""
+    """Return warnings about the tokenizer.
+
+    Raises InputError if a row needs a chat template, and the template is missing, broken, takes too
+    long, or does not show what the assistant wrote.
+    """
     learns_messages = any(_learns_messages(stage) for stage in config.stages)
     prompt_rows = []
     for row in rows:
@@ -323,8 +332,10 @@ def check_tokenizer(
 
 
 def check_embedding(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> list[str]:
-    """Return warnings about control tokens without a row in the embedding. Raises InputError if one
-    of them ends a completion, or if the chat template writes one."""
+    """Return warnings about control tokens without a row in the embedding.
+
+    Raises InputError if one of them ends a completion, or if the chat template writes one.
+    """
     beyond = {i: text for text, i in tokenizer.control.items() if i >= vocab_size}
     if not beyond:
         return []
@@ -357,8 +368,10 @@ def _learns_messages(stage: Stage) -> bool:
 
 
 def check_thoughts(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> None:
-    """Print what ends a thought, where an algorithm weighs thoughts. Raises InputError if nothing
-    ends them, or the tokenizer lacks an id of the end."""
+    """Print what ends a thought, where an algorithm weighs thoughts.
+
+    Raises InputError if nothing ends them, or the tokenizer lacks an id of the end.
+    """
     algorithms = [stage.algorithm for stage in config.stages]
     for algorithm in (a for a in algorithms if isinstance(a, GrpoConfig) and a.thought_weight != 1):
         if not algorithm.thought_end:
@@ -532,8 +545,11 @@ def check_episodes(config: ExperimentConfig) -> None:
 
 
 def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
-    """Check the environment of a run. Raises InputError if it does not load, needs a column that
-    the rows lack, or does not go together with other settings."""
+    """Check the environment of a run.
+
+    Raises InputError if it does not load, needs a column that the rows lack, or does not go
+    together with other settings.
+    """
     environment = compose.environment(config)
     if environment is None:
         return

@@ -335,8 +335,10 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
 
 
 def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> ExperimentConfig:
-    """Return the configuration with the rewards to measure. Demonstrations need none. Raises
-    InputError if there is none, and nothing else to measure."""
+    """Return the configuration with the rewards to measure. Demonstrations need none.
+
+    Raises InputError if there is none, and nothing else to measure.
+    """
     if flags.reward:
         measures = replace(config.evaluation, reward=None, metrics=())
         return replace(config, reward=flags.reward, evaluation=measures)
@@ -357,8 +359,10 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
 
 
 def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
-    """Return the configuration that also measures the reward of --judge. Raises InputError if
-    nothing says what is correct."""
+    """Return the configuration that also measures the reward of --judge.
+
+    Raises InputError if nothing says what is correct.
+    """
     if not flags.judge or flags.judge in config.evaluation_rewards:
         return config
     if config.evaluation_reward is None:
@@ -427,8 +431,10 @@ def require_single_turns(config: ExperimentConfig, flag: str, why: str) -> None:
 
 
 def search_of(config: ExperimentConfig, flags: Flags) -> StepSearch:
-    """Return the search that the flags ask for. Raises InputError if completions are conversations
-    or have limits of thoughts."""
+    """Return the search that the flags ask for.
+
+    Raises InputError if completions are conversations or have limits of thoughts.
+    """
     assert flags.search is not None
     require_single_turns(config, "--search", "a search continues the text of one answer")
     judge = registry.display_name(flags.judge)
@@ -541,8 +547,10 @@ def report_templates(
 
 
 def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language) -> Score:
-    """Return a function that scores texts by the model of --kl-to. Raises InputError if it reads
-    other tokens, or completions are more than one turn of the model."""
+    """Return a function that scores texts by the model of --kl-to.
+
+    Raises InputError if it reads other tokens, or completions are more than one turn of the model.
+    """
     assert flags.kl_to is not None
     require_single_turns(config, "--kl-to", "it is measured on turns that the model alone writes")
     directory = Path(answers.address_of(flags.kl_to))

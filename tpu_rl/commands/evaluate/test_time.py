@@ -201,8 +201,10 @@ def rates_of(known: list[tuple[Answers, Answers]]) -> tuple[np.ndarray, str]:
 
 
 def variants_of(row: Row, config: ExperimentConfig) -> list[Row]:
-    """Return the easier variants of a problem: those of its column, or of its task. Raises
-    InputError if there are none."""
+    """Return the easier variants of a problem: those of its column, or of its task.
+
+    Raises InputError if there are none.
+    """
     task = task_of(config.data)
     given: Any = row.get(VARIANTS)
     if given is None and task is not None and task.variants is not None:

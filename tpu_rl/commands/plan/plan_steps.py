@@ -385,8 +385,10 @@ def update_model_flops(planned: StagePlan, layout: Layout) -> float:
 
 
 def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
-    """Return the batch in which every text has full length: its layout, and its shapes. The layout
-    holds arrays on the host; the experience holds shapes with shardings."""
+    """Return the batch in which every text has full length: its layout, and its shapes.
+
+    The layout holds arrays on the host; the experience holds shapes with shardings.
+    """
     config, mesh = planned.context.config, planned.context.mesh
     batch = replace(
         config.batch, prompts=num_kept(config.batch.prompts, config.rollout.keep_variance_share)

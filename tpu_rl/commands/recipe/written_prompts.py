@@ -78,8 +78,10 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
 
 
 def as_prompt(row: Row, text: str) -> Any:
-    """Return a text in the form of the prompt that asked for it: a text, or a user's message. A
-    system message said how to write problems, so that the new prompt has none."""
+    """Return a text in the form of the prompt that asked for it: a text, or a user's message.
+
+    A system message said how to write problems, so that the new prompt has none.
+    """
     return text if isinstance(row["prompt"], str) else [{"role": "user", "content": text}]
 
 

@@ -151,8 +151,10 @@ class Speaker:
 
 @contextlib.contextmanager
 def speaker(name: str, flags: Flags) -> Iterator[Speaker]:
-    """Load a model, and give it a thread that parses and writes messages. Raises InputError if
-    there is no such model."""
+    """Load a model, and give it a thread that parses and writes messages.
+
+    Raises InputError if there is no such model.
+    """
     config = model_app.settings(name, flags.tokenizer)
     language, params = saved_run.load_language(name, config)
     if not language.tokenizer.has_chat_template:

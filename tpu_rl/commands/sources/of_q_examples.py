@@ -42,7 +42,9 @@ def make_q_examples(context: RunContext, stage: Stage, params: Params) -> Source
 
 def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
     """Return `q_examples.round_identity` of the rows and of the settings that examples depend on.
-    The size of a micro-batch is not among them, because it depends on the devices."""
+
+    The size of a micro-batch is not among them, because it depends on the devices.
+    """
     settings = {k: v for k, v in fixed_settings(config).items() if k != "batch.micro_batch_rows"}
     return q_examples.round_identity(rows, settings, registry.files(config.reward_names))
 

@@ -126,8 +126,10 @@ def measure(config: ExperimentConfig, model: str) -> answers.Estimate:
 
 
 def weight_of(text: str, s: float) -> float:
-    """Return the value of a weight, such as "0.5" or "1-s". Raises InputError if it is something
-    else."""
+    """Return the value of a weight, such as "0.5" or "1-s".
+
+    Raises InputError if it is something else.
+    """
 
     def value(node: ast.AST) -> float:
         match node:

@@ -154,8 +154,10 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
 def check_encoding(
     config: ExperimentConfig, stage: Stage, rows: Rows, tokenizer: Tokenizer
 ) -> list[str]:
-    """Encode the texts that a run encodes step by step; return warnings about their lengths. Raises
-    InputError if a row cannot be encoded."""
+    """Encode the texts that a run encodes step by step; return warnings about their lengths.
+
+    Raises InputError if a row cannot be encoded.
+    """
     spec = stage.algorithm.experience
     encode: Any = {"demonstrations": data.demonstrations, "step_labels": data.steps}.get(
         spec.source
@@ -184,8 +186,10 @@ def check_encoding(
 
 
 def check_held_out(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Row]:
-    """Return the problems that evaluations answer. Raises InputError if no prompt is short enough,
-    or the reward needs a column that they lack."""
+    """Return the problems that evaluations answer.
+
+    Raises InputError if no prompt is short enough, or the reward needs a column that they lack.
+    """
     stage = config.stages[-1]
     is_answered = (
         not compose.learns_from_given_pairs(stage) and roles.reading(stage.algorithm) is None
@@ -259,8 +263,10 @@ def try_rewards(
 
 
 def require_some(name: str, scores: rewards.Scores, completions: Sequence[Any]) -> str | None:
-    """Return a warning if a reward function fails on some completions, or None. Raises InputError
-    if it fails on all."""
+    """Return a warning if a reward function fails on some completions, or None.
+
+    Raises InputError if it fails on all.
+    """
     faults = [f for f in scores.faults if f.function == name and not f.is_scored]
     if not faults and np.isnan(scores.parts[name]).all():
         return (
@@ -279,8 +285,10 @@ def require_some(name: str, scores: rewards.Scores, completions: Sequence[Any]) 
 
 
 def print_example(console: Console, example: Example) -> None:
-    """Print a text as the model reads it. What is learned is green in a terminal, and between [[
-    and ]] elsewhere."""
+    """Print a text as the model reads it.
+
+    What is learned is green in a terminal, and between [[ and ]] elsewhere.
+    """
     text = Text()
     for span in example.spans:
         visible = "".join(

@@ -158,8 +158,10 @@ def require_model(context: RunContext, name: str) -> None:
 
 
 def require_public_base(config: ExperimentConfig, name: str) -> None:
-    """Check that the model under an adapter is on the hub, where others find it. Raises InputError
-    if it is a directory of this machine."""
+    """Check that the model under an adapter is on the hub, where others find it.
+
+    Raises InputError if it is a directory of this machine.
+    """
     base = roles.adapter_base(config, name)
     if base is not None and not model_card.is_hub_name(base):
         raise InputError(

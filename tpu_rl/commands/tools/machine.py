@@ -168,8 +168,10 @@ def check_memory() -> Iterator[Finding]:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that programs can still get from the machine and its container. None if the
-    system does not say."""
+    """Return the bytes that programs can still get from the machine and its container.
+
+    None if the system does not say.
+    """
     info = root / "proc/meminfo"
     if not info.exists():
         return None

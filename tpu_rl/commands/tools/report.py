@@ -146,8 +146,10 @@ class PageServer(ThreadingHTTPServer):
 
 
 def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
-    """Return a server of the page of the runs at some addresses. Raises InputError if the port
-    cannot be used."""
+    """Return a server of the page of the runs at some addresses.
+
+    Raises InputError if the port cannot be used.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         timeout = REQUEST_SECONDS

@@ -241,8 +241,11 @@ def check_metrics(rows: Rows) -> Iterator[Finding]:
 
 
 def check_samples(rows: Rows, metrics_steps: list[int]) -> Iterator[Finding]:
-    """Check samples.jsonl. The rows of a step must be together, the steps in order and each once,
-    and every step must have a row in metrics.jsonl."""
+    """Check samples.jsonl.
+
+    The rows of a step must be together, the steps in order and each once, and every step must have
+    a row in metrics.jsonl.
+    """
     yield from rows.findings
     known_steps = set(metrics_steps)
     newest_step = max(known_steps, default=-1)

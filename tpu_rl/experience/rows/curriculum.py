@@ -217,8 +217,10 @@ def solution_parts(solution: str, separator: str) -> list[str]:
 
 
 def with_text(row: Row, text: str) -> Row:
-    """Return the row with a text at the end of its prompt, or of its last message. Raises
-    InputError if the last message is no text."""
+    """Return the row with a text at the end of its prompt, or of its last message.
+
+    Raises InputError if the last message is no text.
+    """
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return row | {"prompt": prompt + text}

@@ -187,8 +187,10 @@ def write(path: Path, digests: Digests) -> None:
 def record_change(
     run_dir: Path, name: str, previous: Digests, current: Digests, details: dict[str, str | int]
 ) -> None:
-    """Append a line to `dataset_changes.jsonl`. In `details`, `first_row` counts from 1, and
-    `checkpoint` is the step the run resumes from."""
+    """Append a line to `dataset_changes.jsonl`.
+
+    In `details`, `first_row` counts from 1, and `checkpoint` is the step the run resumes from.
+    """
     line = {
         "time": round(time.time(), 3),
         "data": name,
@@ -200,8 +202,10 @@ def record_change(
 
 
 def earlier_fingerprints(run_dir: Path, name: str) -> tuple[str, ...]:
-    """Return fingerprints of the rows before each accepted change. Checkpoints may still contain
-    them."""
+    """Return fingerprints of the rows before each accepted change.
+
+    Checkpoints may still contain them.
+    """
     path = run_dir / CHANGES_FILE
     records = run_files.read_rows(path, keys=())
     return tuple(str(record.get("was")) for record in records if record.get("data") == name)

@@ -19,7 +19,10 @@ from tpu_rl.types import TrainState
 
 def with_hint(prompt: Any, hint: str, template: str) -> Any:
     """Return the prompt that the teacher sees: a text, or a conversation whose last message is in
-    the template. Raises InputError if the last message holds no plain text."""
+    the template.
+
+    Raises InputError if the last message holds no plain text.
+    """
     last = prompt if isinstance(prompt, str) else prompt[-1].get("content")
     if not isinstance(last, str):
         raise InputError(

@@ -234,8 +234,10 @@ def first_fitting(rows: Sequence[Row], misfit: Callable[[Row], str]) -> data.Sto
 
 
 def require_json(rows: Sequence[Row]) -> None:
-    """Check that checkpoints can contain the rows, as those of unfinished completions. Raises
-    InputError if a row is not a JSON value."""
+    """Check that checkpoints can contain the rows, as those of unfinished completions.
+
+    Raises InputError if a row is not a JSON value.
+    """
     for number, row in enumerate(rows, start=1):
         for column, value in row.items():
             try:

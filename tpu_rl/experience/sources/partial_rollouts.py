@@ -105,8 +105,10 @@ def partial_source(
 
 
 def interleave(old: list[PartialGroup], new: list[PartialGroup]) -> list[PartialGroup]:
-    """Return all groups, with the old ones evenly spaced. Each device takes neighboring rows, and
-    old groups start with tokens to prefill."""
+    """Return all groups, with the old ones evenly spaced.
+
+    Each device takes neighboring rows, and old groups start with tokens to prefill.
+    """
     count = len(old) + len(new)
     old_at = {index * count // len(old): group for index, group in enumerate(old)}
     remaining = iter(new)

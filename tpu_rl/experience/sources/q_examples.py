@@ -212,8 +212,10 @@ def prefix_ids(tokens: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def drawn_rows(num_drawn: int, num_examples: int, spec: RoundSpec) -> np.ndarray:
-    """Return the rows of the examples of the next step, [spec.batch_size]. If `spec.together` does
-    not divide the number of examples, the last ones are left out."""
+    """Return the rows of the examples of the next step, [spec.batch_size].
+
+    If `spec.together` does not divide the number of examples, the last ones are left out.
+    """
     blocks = spec.batch_size // spec.together
     positions = num_drawn * blocks + np.arange(blocks)
     chosen = shuffled(positions, num_examples // spec.together, (spec.seed, spec.number))
@@ -391,8 +393,10 @@ def cut_and_continue(
 
 
 def sample_records(round_: Round, decode: Callable[..., str], step: int) -> list[dict[str, Any]]:
-    """Return samples.jsonl objects of some examples. `prompt` contains the prefix, and `completion`
-    the continuation."""
+    """Return samples.jsonl objects of some examples.
+
+    `prompt` contains the prefix, and `completion` the continuation.
+    """
 
     def text(row: int, start: int, end: int, **settings: bool) -> str:
         return decode(round_.tokens[row, start:end].tolist(), **settings)

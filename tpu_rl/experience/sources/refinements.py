@@ -28,8 +28,10 @@ from tpu_rl.types import RowSource, TrainState
 
 
 def with_critique(row: Row, completion: str, spec: Refinement) -> Row:
-    """Return the row whose prompt goes on with a completion and its critique. Raises InputError if
-    the critique names the answer, and its column holds no text."""
+    """Return the row whose prompt goes on with a completion and its critique.
+
+    Raises InputError if the critique names the answer, and its column holds no text.
+    """
     critique = spec.critique
     if "{answer}" in critique:
         critique = critique.replace("{answer}", text_of_column(row, spec.column))

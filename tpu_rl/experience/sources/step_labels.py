@@ -86,8 +86,10 @@ def monte_carlo_step_source(
 def monte_carlo_labels(
     scored: Scored, roll_out: Decoding, scorer: Scorer, params: Params, step: int, config: Any
 ) -> QExamples:
-    """Return scored completions, each with a label at one end of a step, drawn uniformly. A
-    completion that nobody could judge has no label."""
+    """Return scored completions, each with a label at one end of a step, drawn uniformly.
+
+    A completion that nobody could judge has no label.
+    """
     answers = scored.rollout
     tokens = np.asarray(answers.tokens)
     mask = np.asarray(answers.action_mask)

@@ -182,8 +182,11 @@ def with_groups(
 
 
 def beside_zeros(query: Array) -> Array:
-    """Return queries [B, K, G, E] for keys of paired heads: [B, K / 2, 2 G, 2 E]. A query has zeros
-    where the key of the other head is, so that its product with a pair is that with its own key."""
+    """Return queries [B, K, G, E] for keys of paired heads: [B, K / 2, 2 G, 2 E].
+
+    A query has zeros where the key of the other head is, so that its product with a pair is that
+    with its own key.
+    """
     rows, kv_heads, group, head_dim = query.shape
     query = jnp.pad(query, ((0, 0), (0, kv_heads % 2), (0, 0), (0, 0)))
     pairs = query.reshape(rows, -1, 2, group, head_dim)
