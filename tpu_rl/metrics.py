@@ -227,8 +227,10 @@ class JsonLines:
 
 
 def _json_safe(value: Any) -> Any:
-    """Return the value without secrets, which errors of rewards may hold; NaN and infinities are
-    None."""
+    """Return the value without secrets, and with None for NaN and infinities, which JSON lacks.
+
+    The error of a failed reward may contain any secret, and a completion one of the environment.
+    """
     if isinstance(value, str):
         return redact_environment(value)
     if isinstance(value, Mapping):
@@ -533,8 +535,10 @@ def _as_text(value: Any) -> str:
 
 
 def _scalars(row: dict[str, Any], folder: str = "train/") -> dict[str, float]:
-    """Return the numbers of a row by our names, and by TRL's in `folder` unless two would share
-    one."""
+    """Return the numbers of a row by our names, and by TRL's in `folder` where it logs the same.
+
+    A name that two metrics would have is left out.
+    """
     own = {
         name: value
         for name, value in row.items()
@@ -632,8 +636,10 @@ class Console:
             self._bar.stop()
 
     def _remaining(self, step: int) -> str:
-        """Return the time left by the mean of the latest steps, "" before the first that does not
-        compile."""
+        """Return the time left by the mean of the latest steps, or "" before it can be told.
+
+        The first step, and the evaluation before it, compile, so that they tell nothing.
+        """
         if step <= self._first_step + 1:
             self._step_ends.clear()
         self._step_ends.append(time.monotonic())

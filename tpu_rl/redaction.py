@@ -135,8 +135,10 @@ def _replacements(variables: tuple[tuple[str, str], ...]) -> list[tuple[str, str
 
 
 def _forms(value: str) -> tuple[str, ...]:
-    """Return a value as texts may have it: stripped or not, quoted, and in base64 at any
-    position."""
+    """Return a value as texts may have it: as it is, quoted, and in base64 at any position.
+
+    A value that was read from a file often ends with a line end, which those who use it strip.
+    """
     forms: list[str] = []
     # Exceptions print texts of several lines with something before each.
     lines = [line.strip() for line in value.splitlines() if len(line) >= 20 and " " not in line]

@@ -293,8 +293,11 @@ def truncate_after(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | str:
-    """Return the step that a row begins with, or why it is no row. Checkpoints have hashes of the
-    rest."""
+    """Return the step of a row, or why the line is no row.
+
+    A row as a run writes it begins with its step, and the rest is not parsed: checkpoints have the
+    hash of all rows before them.
+    """
     if (match := _ROW.match(line)) and line.endswith(b"}\n"):
         return int(match[1])
     row = parse_row(line)

@@ -166,8 +166,10 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 def _mismatched_log_ratios(
     roles: Roles, params: Params, pairs: Pairs, rows_at_once: int, row_length: int
 ) -> Array:
-    """Compute s, [N], of each row's prompt with the completion of the next group, a row for
-    each."""
+    """Compute s of each row's prompt with the completion of the next group, [N].
+
+    Each of these sequences has a packed row of its own.
+    """
     tokens, mask = preference.mismatched_completions(
         pairs.tokens, pairs.action_mask, pairs.group_id, row_length
     )

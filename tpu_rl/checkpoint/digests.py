@@ -79,9 +79,12 @@ _sums = jax.jit(_sums_of)
 
 @jax.jit
 def _position_mixed_sum(array: jax.Array, seed: np.uint32) -> jax.Array:
-    """Return the sum modulo 2**32, [] uint32, of hashes of each element's bits and position. Sums
-    do not depend on sharding, and each program has one, because two would keep the hashes in
-    memory."""
+    """Return the sum modulo 2**32, [] uint32, of hashes of each element's bits and position.
+
+    Integer sums do not depend on the order of addition, hence not on sharding. A flipped bit or a
+    swapped or shifted element changes the sum except with probability 2**-32. Each program computes
+    one sum: two would keep the hashes in memory.
+    """
     bits = _bits(array)
     position = jnp.zeros(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
@@ -91,8 +94,10 @@ def _position_mixed_sum(array: jax.Array, seed: np.uint32) -> jax.Array:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """Return the bit patterns of an array as uint32; those of 64-bit elements in a new last axis of
-    two."""
+    """Return the bit patterns of a real or boolean array, or of numbers of four bits, as uint32.
+
+    64-bit elements give a new last axis of size two.
+    """
     if array.dtype in (jnp.bool_, jnp.uint4):
         return array.astype(jnp.uint32)
     width = min(array.dtype.itemsize * 8, 32)
@@ -100,7 +105,10 @@ def _bits(array: jax.Array) -> jax.Array:
 
 
 def _avalanche(x: jax.Array) -> jax.Array:
-    """Mix bits: each input bit flips each output bit half of the time (MurmurHash3's finalizer)."""
+    """Mix bits: each input bit flips each output bit with probability of about one half.
+
+    This is the finalizer of MurmurHash3 (Appleby).
+    """
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -150,7 +150,10 @@ class _Heartbeat(threading.Thread):
                 continue
 
     def send(self, store: Store) -> None:
-        """Rewrite the lock. Raises InputError if it is lost, MachineError if the server is away."""
+        """Rewrite the lock.
+
+        Raises InputError if the lock is lost, MachineError if the server is away.
+        """
         with self._mutex:
             new = store.write_if_unchanged(LOCK, _serialize(self._holder), self._version)
             if new is None:

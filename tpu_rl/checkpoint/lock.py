@@ -165,7 +165,11 @@ def _acquire(path: Path, file: TextIO) -> None:
 
 
 def _read(file: TextIO) -> dict[str, Any] | None:
-    """Return the holder that the file names; None if it has not written its name, or is dead."""
+    """Return the holder that the file names.
+
+    None if the holder has not written its name yet: the file is empty, half written, or names a
+    dead process.
+    """
     file.seek(0)
     try:
         holder = json.loads(file.read())

@@ -145,7 +145,10 @@ class Checkpoints:
             self._steps.wait()
 
     def _finish_background_write(self) -> bool:
-        """Wait for the previous save; return True if it failed, and its arrays are gone."""
+        """Wait for the previous save and return whether it failed.
+
+        A failed one cannot be repeated: the run has gone on and its arrays are gone.
+        """
         try:
             self.wait()
         except MachineError as error:
@@ -397,8 +400,10 @@ class Checkpoints:
         )
 
     def _damaged(self, step: int, what: str, why: str = "") -> DamagedDataError | InputError:
-        """Return the error for a step that is not what was saved. A reader may find a step half
-        deleted by the run itself: that is no damage."""
+        """Return the error for a step that is not what was saved.
+
+        A reader may find a step half deleted by the run itself: that is no damage.
+        """
         if not self._writes:
             self._steps.reload()
             if step not in self._steps.committed():
@@ -418,8 +423,10 @@ class Checkpoints:
 
 
 def _first_error(work: Callable[[], Any]) -> OSError | ValueError | None:
-    """Call `work` on every process. Return this one's error, an OSError if only another failed,
-    else None."""
+    """Call `work` on every process; return None if it succeeded on all of them.
+
+    Otherwise return the error of this process, or an OSError if only another process failed.
+    """
     failure = None
     try:
         work()
@@ -432,7 +439,10 @@ def _first_error(work: Callable[[], Any]) -> OSError | ValueError | None:
 
 @contextmanager
 def _quiet_pending_reads() -> Iterator[None]:
-    """Silence the pages that Orbax prints of reads which one failed read leaves pending."""
+    """Silence the reads that Orbax leaves pending after one of them fails.
+
+    Each of them otherwise prints a page when it ends or is collected.
+    """
     hook_before = sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None
     try:

@@ -88,7 +88,10 @@ def _is_changed(path: Path, expected: dict[str, Any]) -> bool:
 
 
 def _serialize(files: dict[str, dict[str, Any]]) -> str:
-    """Return the canonical text of a manifest, which contains a hash of itself."""
+    """Return the text of a manifest, which contains a hash of itself.
+
+    The text is canonical: any other bytes are a change.
+    """
     body = json.dumps(files, sort_keys=True)
     manifest = {"files": files, "sha256": hashlib.sha256(body.encode()).hexdigest()}
     return json.dumps(manifest, indent=1, sort_keys=True)

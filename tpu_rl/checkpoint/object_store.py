@@ -133,8 +133,10 @@ class StepObjects:
         pending_writes: list[Any],
         error: str,
     ) -> str:
-        """Commit a step in the background when all processes have written. Returns the first error,
-        or ""."""
+        """Commit a step in the background, once all processes have written their part.
+
+        Returns the first error of any process, or an empty string if the step is committed.
+        """
         error = error or _error_of(lambda: [future.result() for future in pending_writes])
         try:
             error = _first_nonempty(_gather(error))
@@ -297,7 +299,10 @@ def _first_nonempty(texts: list[str]) -> str:
 
 
 def _gather(value: str) -> list[str]:
-    """Return the texts of all processes, as `processes.gather` does for the main thread only."""
+    """Return the texts of all processes on all of them.
+
+    Like `processes.gather`, which only the main thread may call, but for the committing thread.
+    """
     if processes.count() == 1:
         return [value]
     client = processes.service()

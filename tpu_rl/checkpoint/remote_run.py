@@ -140,7 +140,10 @@ def newest_first(name: str) -> tuple[int, bool]:
 
 
 def _read_parts(store: Store) -> list[RowPart]:
-    """Return the parts in order. Raises DamagedDataError if one is missing or was changed."""
+    """Return the parts in order.
+
+    Raises DamagedDataError if one before the last is missing, or one is not as it was written.
+    """
     parts: list[RowPart] = []
     last = -1
     for name, content in sorted(store.read_all(store.numbered("rows-")).items()):

@@ -624,8 +624,10 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
 
 
 def _flag_error(printed: str) -> InputError:
-    """Return the error that tyro has printed in a box, or between hyphens where the locale is
-    ASCII."""
+    """Return the error that tyro has printed below a title, in a box.
+
+    Where the locale is ASCII, rules are hyphens, and there is no box.
+    """
     lines = [line.strip("│| ") for line in printed.splitlines()[1:]]
     groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
     blocks = [list(block) for is_rule, block in groups if not is_rule]
@@ -949,8 +951,11 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def _fixed_here(config: ExperimentConfig, new: ExperimentConfig | None = None) -> dict[str, Any]:
-    """Return settings in MAY_CHANGE that would change this run's result, or that of `new`: the end
-    of a schedule that decays until then, and the choice of the best evaluation."""
+    """Return the values of settings in MAY_CHANGE that change the result of this run, or of `new`.
+
+    A schedule that decays until the last step changes when that step moves, and a choice of the
+    best evaluation when others are made.
+    """
     new = new or config
     settings: dict[str, Any] = {}
     if new.optimizer.schedule != "constant":

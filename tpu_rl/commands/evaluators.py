@@ -339,8 +339,10 @@ def _answer_metrics(
 
 
 def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
-    """Return the losses of held-out texts of the author whom the stage imitates. None without such
-    texts. A teacher writes its texts here, once: it stays as it is."""
+    """Return the losses of held-out texts of the author whom the stage imitates.
+
+    None without such texts. A teacher writes its texts here, once: it stays as it is.
+    """
     from tpu_rl.evaluation import held_out_loss
 
     author = stage.algorithm.experience.imitates

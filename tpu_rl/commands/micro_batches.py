@@ -75,8 +75,11 @@ class _Part(NamedTuple):
 def _shared_parts(
     config: DecoderConfig, mesh: Mesh | AbstractMesh, tensor_parallel: TensorParallel | None
 ) -> Iterator[_Part]:
-    """Yield the dimensions of a model that devices share. Several devices may need one head of
-    keys."""
+    """Yield the dimensions of a model that devices share.
+
+    Heads of keys are not among them: if there are fewer of them than devices, several devices need
+    the same one.
+    """
     tensor = mesh.shape["tensor"]
     yield _Part("--mesh.tensor", tensor, "heads", config.attention.num_heads)
     if isinstance(tensor_parallel, int):

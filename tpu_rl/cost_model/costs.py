@@ -230,8 +230,11 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
-    """Return the FLOPs of a convolution without products with padding, as XLA's HloCostAnalysis: on
-    a TPU matrix products are convolutions, whose batch dimensions are mostly padding."""
+    """Return the FLOPs of a convolution, without products with padding.
+
+    On a TPU, matrix products are convolutions, and batch dimensions are windows that are mostly
+    padding. The count is that of XLA's HloCostAnalysis.
+    """
     left, kernel = (computation.shapes_of(operand)[0] for operand in instruction.operands[:2])
     result = instruction.shapes[0]
     labels = instruction.attribute("dim_labels") or ""
@@ -284,8 +287,10 @@ def _window(instruction: Instruction) -> list[_Window]:
 
 
 def _valid_positions(size: int, kernel: int, outputs: int, window: _Window) -> int:
-    """Count the pairs of an output and a kernel element that read an input element. `size`,
-    `kernel` and `outputs` are the lengths of input, kernel and result in one dimension."""
+    """Count the pairs of an output and a kernel element that read an input element.
+
+    `size`, `kernel` and `outputs` are the lengths of input, kernel and result in one dimension.
+    """
     is_plain = window.stride == 1 and window.low_padding == 0 and window.base_dilation == 1
     if kernel == 1 and is_plain:
         return outputs
@@ -314,8 +319,10 @@ def _main_memory_bytes(shapes: Sequence[Shape]) -> int:
 
 
 def _part_bytes(part: Sequence[Shape], whole: Sequence[Shape]) -> float:
-    """Return the bytes of a part of an array with its share of the padding, not that of its own
-    layout."""
+    """Return the bytes of a part of an array, with its share of the array's padding.
+
+    The padding of the part's own layout does not count: one row does not fill a tile of eight.
+    """
     logical = sum(shape.logical_bytes for shape in whole)
     padding = sum(shape.bytes for shape in whole) / logical if logical else 1.0
     return padding * sum(shape.logical_bytes for shape in part)
@@ -362,7 +369,10 @@ def _update_operand(instruction: Instruction) -> str:
 
 
 def _asynchronous_bytes(instruction: Instruction, operands: Sequence[Sequence[Shape]]) -> int:
-    """Return the bytes of main memory that a `copy-start` or `slice-start` reads and writes."""
+    """Return the bytes of a `copy-start` or `slice-start`: its result is read and written once.
+
+    What leaves or enters another memory space is only read from or written to main memory.
+    """
     arrays = [shape for shape in instruction.shapes if shape.bytes > 4]  # Not the context handle.
     size = min((shape.bytes for shape in arrays), default=0)
     if not operands:
@@ -375,8 +385,11 @@ def _asynchronous_bytes(instruction: Instruction, operands: Sequence[Sequence[Sh
 
 
 def _fusion_bytes(program: Program, computation: Computation, fusion: Instruction) -> float:
-    """Return the bytes that a fusion moves: of sliced operands their slices, of updated arrays the
-    updates."""
+    """Return the bytes that a fusion moves.
+
+    Operands that it only slices count for their slices, and arrays that it updates in place for
+    their updates.
+    """
     inner = program.computations[fusion.calls[0]]
     total = 0.0
     for number, operand in enumerate(fusion.operands):
@@ -421,8 +434,10 @@ def _read_bytes(program: Program, computation: Computation, name: str) -> float:
 def _viewed(
     computation: Computation, instruction: Instruction, views: Sequence[str]
 ) -> Instruction:
-    """Return the instruction whose bytes this one returns; `views` are opcodes that only
-    reshape."""
+    """Return the instruction whose bytes this one returns, in whatever shape.
+
+    `views` are opcodes that only give memory another shape.
+    """
     while instruction.opcode in views and instruction.operands[0] in computation.instructions:
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
@@ -461,10 +476,12 @@ def _links(
     channels: set[str],
     is_fused: bool = False,
 ) -> Iterator[Link]:
-    """Return the collectives that an instruction is or fuses. In fusions a channel counts once, and
-    joins `channels`: on a TPU one collective is cut into several fusions, which continue it beside
-    their own computation. An instruction that is not fused counts in any case: jax gives one
-    channel to all collectives that a `shard_map` names."""
+    """Return the collectives that an instruction is or fuses.
+
+    In fusions a channel counts once, and joins `channels`: on a TPU one collective is cut into
+    several fusions, which continue it beside their own computation. An instruction that is not
+    fused counts in any case: jax gives one channel to all collectives that a `shard_map` names.
+    """
     kind = instruction.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
         channel = instruction.attribute("channel_id")

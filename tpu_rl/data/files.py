@@ -183,7 +183,9 @@ def _check_row(
     where: str, original: Row, row: Row, columns: Sequence[str], kinds: dict[str, tuple[str, str]]
 ) -> None:
     """Raise InputError if the row lacks a column, or a value has another type than it should.
-    `kinds` says for each column the type of its first value, and where that is."""
+
+    `kinds` says for each column the type of its first value, and where that is.
+    """
     _check_columns(where, row, columns)
     # The prompt of a row that is learned as a whole is empty.
     is_text = shapes.is_plain_text(original)
@@ -220,8 +222,11 @@ def names_of(path: str | Path) -> list[str]:
 
 
 def _parts(path: str | Path) -> list[tuple[int, str]]:
-    """Return (number of the part, name) of what a path consists of; local copies of gs://
-    addresses."""
+    """Return (number, name) of the files, folders, patterns and names that a path consists of.
+
+    The number is that of the part of the path. A gs:// address stands for local copies of its
+    objects.
+    """
     parts: list[tuple[int, str]] = []
     for number, part in enumerate(names_of(path)):
         files = local_copies.files(part) if gcs.is_address(part) else [Path(part).expanduser()]
@@ -278,7 +283,10 @@ def _refuse_dataset_flags(part: str, split: str | None, config: str | None) -> N
 
 
 def _file_rows(file: Path) -> Iterator[Source]:
-    """Yield the rows of a file of any format. Raises InputError if a scan finds none."""
+    """Yield the rows of a file, whose format its name and content tell.
+
+    Raises InputError if they were scanned and there are none.
+    """
     try:
         source = _source_of_any_format(file)
     except OSError as error:

@@ -221,8 +221,10 @@ def _image_parts(row: Row) -> list[list[Mapping[str, Any]]]:
 
 
 def _joined(images: list[list[Any]]) -> list[Any]:
-    """Return the images of all columns in order; those that begin another column's are taken
-    once."""
+    """Return the images of all columns in order.
+
+    Those of a prompt that also begins the conversations of another column are taken once.
+    """
     joined: list[Any] = []
     for of_column in images:
         shared = min(len(joined), len(of_column))

@@ -211,8 +211,11 @@ def _with_columns(row: Row, columns: Sequence[str]) -> Row:
 
 
 def _with_system(row: Row, columns: Sequence[str]) -> Row:
-    """Return the row with the system prompt of its own column. Raises ValueError if there are two
-    others."""
+    """Return the row whose conversation begins with the system prompt of a column of its own.
+
+    Raises:
+        ValueError: if the conversation has another system message, or two columns differ.
+    """
     names = [name for name in SYSTEM_COLUMNS if name not in columns and row.get(name)]
     texts = {name: message_forms.text_of(row[name], f"`{name}`") for name in names}
     column = "messages" if isinstance(row.get("messages"), list) else "prompt"
@@ -270,7 +273,10 @@ VALUES: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 
 
 def _check_weights(row: Row) -> None:
-    """Raise ValueError if a weight is no number from 0 on, or all are 0. null counts as 1."""
+    """Raise ValueError if a weight of the row or of a message is no number from 0 on, or all are 0.
+
+    A weight that is null counts as 1.
+    """
     if row.get(span_weights.KEY) is not None:
         text = row.get("completion")
         if not isinstance(text, str):
@@ -390,8 +396,14 @@ def _before_answers(messages: list[Any], chosen: Any) -> list[Any]:
 
 
 def _take_prompt_once(row: Row) -> Row:
-    """Return the row whose answers do not repeat the prompt, as in TRL's `extract_prompt`. A system
-    message may stand in one of both. Raises ValueError if an answer begins otherwise."""
+    """Return the row whose answers do not repeat the prompt.
+
+    Published pairs often hold the prompt as text, and whole conversations beside it, as in TRL's
+    `extract_prompt`. A system message may stand in one of both only.
+
+    Raises:
+        ValueError: if an answer begins with other messages than the prompt.
+    """
     whole = [
         name
         for name in ("chosen", "rejected", "completion")
@@ -541,8 +553,10 @@ def _stripped_answers(row: Row) -> Row:
 
 
 def _marked_steps(row: Row) -> Row:
-    """Return the steps of Math-Shepherd: a mark in `input` ends each, and `label` has + or -
-    there."""
+    """Return the steps of Math-Shepherd, each of which ends with a mark in `input`.
+
+    `label` has + or - in the place of each mark.
+    """
     mark = "ки"
     steps = row["input"].split(mark)
     labels = row["label"]

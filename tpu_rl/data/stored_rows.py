@@ -80,7 +80,11 @@ class Records:
         return self._row(index, os.pread(self._file, self._lengths[index], self._starts[index]))
 
     def _row(self, index: int, content: bytes) -> Row:
-        """Return the row with this content. Raises InputError if it is not what `scan` has read."""
+        """Return a row of which this is the content now.
+
+        Raises:
+            InputError: if it is not what `scan` has read.
+        """
         self._require_same(index, content)
         return self._decode(content)
 

@@ -118,8 +118,11 @@ def _require_finite_update(
 
 
 def _require_finite(what: str, function: Callable[..., Any], *arguments: Any) -> None:
-    """Raise InputError with the lines of the first NaN (named first: masks hold infinities) and
-    infinity."""
+    """Raise InputError with the lines at which `function` makes its first NaN and infinity.
+
+    It does nothing if all results are finite. The NaN comes first in the message, because masks
+    hold infinities on purpose.
+    """
     if update_step.all_finite(jax.jit(function)(*arguments)):
         return
     faults = []

@@ -323,7 +323,11 @@ def saved_state(instance: Any) -> Any:
 
 
 def _observation(value: Any) -> Observation:
-    """Return an observation as JSON can write it. Raises Fault for an image that cannot be read."""
+    """Return an observation as JSON can write it.
+
+    Raises:
+        Fault: if it has images that cannot be read.
+    """
     try:
         if not observations.has_images(value):
             return as_text(value)

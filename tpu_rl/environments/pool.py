@@ -303,7 +303,8 @@ def _stop_all(running: list[_Worker | _Local]) -> None:
 
 
 def _nonce() -> int:
-    """Return the id of a request, which no environment can guess to answer in another's place."""
+    """Return the id of a request. No environment can guess that of another episode's request, and
+    answer it in its place."""
     return secrets.randbits(63)
 
 
@@ -337,7 +338,10 @@ class _Local:
 
 
 class _Worker:
-    """A worker process, and the thread that started it and talks to it, which live equally long."""
+    """A worker process, and the thread that talks to it.
+
+    The process ends with the thread that started it, and the thread lives as long as the worker.
+    """
 
     def __init__(self, environment: str, limits: EnvironmentLimits):
         self.episodes: set[int] = set()
@@ -518,7 +522,12 @@ class _Worker:
 
 
 def _as_reply(reply: Mapping[str, Any]) -> Reply:
-    """Return a reply with its fields checked. Raises TypeError or ValueError for a wrong one."""
+    """Return a reply, of which every field is checked.
+
+    Raises:
+        TypeError: if a field has another type.
+        ValueError: if a reward is no finite number.
+    """
     state = dict(reply.get("state", {}))
     fault = contract.without_surrogates(str(reply.get("fault", "")))
     if fault:

@@ -181,8 +181,11 @@ def _positions_with_images(
 
 
 def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader) -> Any:
-    """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile; see
-    `models.vision.features.two_way`. `tokens` [N, T] count the features of `Layout.images`."""
+    """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile.
+
+    `tokens` are those of the data, [N, T], which count the features of `Layout.images`. See
+    `models.vision.features.two_way`.
+    """
     key_tiles = np.asarray(layout.key_tiles)
     source = np.asarray(layout.source)
     ids = np.where(source >= 0, tokens.reshape(-1)[np.maximum(source, 0)], 0)

@@ -566,13 +566,18 @@ def episode_lengths(starts: Array, ends: Array, episode_id: Array) -> Array:
 
 
 def _episode_segments(episode_id: Array) -> Array:
-    """Number the episodes of rows in order, [N]. Padding at the end may have any id."""
+    """Compute the number of each row's episode in the order of rows, from 0, [N].
+
+    Padding rows at the end may have any id: rows that are no neighbors are no episode.
+    """
     return jnp.cumsum(jnp.pad(episode_id[1:] != episode_id[:-1], (1, 0)))
 
 
 def _of_next_row(values: Array, decay: Array, episode_id: Array) -> Array:
-    """Compute x of each row's next row in its episode, [N], 0 after the last: x = values + decay
-    next x."""
+    """Compute x of the row after each row of an episode, 0 after its last, [N].
+
+    x is values + decay x of the next row. All arrays are [N].
+    """
     continues = jnp.pad(episode_id[1:] == episode_id[:-1], (0, 1))
 
     def step(following: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:

@@ -258,8 +258,12 @@ def _over_chunks(
     weights: tuple[Array, ...],
     hidden: tuple[Array, ...],
 ) -> Any:
-    """Apply function(tokens, *states, *weights) to chunks [chunks, R, C]. A rematerialized scan
-    would add up gradients of weights in bfloat16, and keep one of hidden states per chunk."""
+    """Apply function(tokens, *states, *weights) to each chunk.
+
+    `tokens` and `previous` are [chunks, R, C] and the result is [chunks, R, C, ...]. A
+    rematerialized scan would have the same gradient. But it would add up the gradient of weights in
+    bfloat16, and that of hidden states with one array of their whole size per chunk.
+    """
 
     @jax.custom_vjp
     def run(weights: tuple[Array, ...], hidden: tuple[Array, ...]) -> Any:
@@ -303,8 +307,9 @@ def _gradients(
     gradient: Any,
 ) -> tuple[Any, Any]:
     """Compute the gradients of `weights` and `hidden`, None for those that are not `learned`.
-    `chunks` are the tokens and their previous slots, and `gradient` is that of the stacked
-    outputs."""
+
+    `chunks` are the tokens and their previous slots, and `gradient` is that of the stacked outputs.
+    """
 
     def materialize(x: Any) -> Array:
         if not isinstance(x, SymbolicZero):
@@ -397,8 +402,10 @@ def _log_probs_with_residuals(
 def _log_probs_of_logits_gradient(
     exact: bool, residuals: Any, gradients: tuple[Any, Any]
 ) -> tuple[Array, None]:
-    """Compute the gradient of the logits, without a scatter into the vocabulary. d log p(token) / d
-    z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H)."""
+    """Compute the gradient of the logits, without a scatter into the vocabulary.
+
+    d log p(token) / d z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H).
+    """
     logits, tokens, log_normalizer, entropy = residuals
     log_prob_gradient, entropy_gradient = gradients
     log_p = logits - log_normalizer[..., None]

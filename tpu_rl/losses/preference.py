@@ -266,8 +266,11 @@ def orpo(chosen: Array, rejected: Array, beta: float) -> Array:
 
 
 def _log1mexp(x: Array) -> Array:
-    """Compute log(1 - e^x) for x < 0 with all digits (Maechler, 2012), x a little below zero at
-    most."""
+    """Compute log(1 - e^x) for x < 0, without loss of digits near either end.
+
+    M. Maechler, "Accurately computing log(1 - exp(-|a|))", 2012. x is kept a little below zero,
+    where the odds would be infinite.
+    """
     x = jnp.minimum(x, -1e-6)
     near_zero = x > -0.6931472
     return jnp.where(

@@ -125,9 +125,11 @@ class Context(NamedTuple):
 
 
 def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of the random weight `name`, which has a shape in its layer. It
-    is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number of
-    branches (GPT-2), so that the size of the residual stream does not grow with the depth."""
+    """Return the standard deviation of the random weight `name`, which has a shape in its layer.
+
+    It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
+    of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
+    """
     if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
     if name in UNIT_SIZE:

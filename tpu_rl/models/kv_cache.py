@@ -292,8 +292,10 @@ def ring_view(lengths: Array, commit: Array, capacity: int, new: TokenIndex) -> 
 
 
 def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
-    """Return the index of tokens `index` [B, S], committed or new; segment 0 where there is
-    none."""
+    """Return the index of the tokens with numbers `index` [B, S], committed or new.
+
+    Numbers that no token has get segment 0, and are visible to none.
+    """
     num_new = new.index.shape[1]
     # 0 for the first new token, negative for committed ones.
     offset = index - lengths[:, None]

@@ -78,8 +78,10 @@ def with_lora(model: Model, lora: LoraConfig) -> Model:
 
 
 def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Return the weights that `lora.targets` names, in the order of `ADAPTABLE`, no head's
-    unembedding."""
+    """Return the weights of a model that `lora.targets` names, in the order of `ADAPTABLE`.
+
+    A model with a head has no unembedding to adapt.
+    """
     weight_names = _weights_by_name(config)
     known = [ALL_LINEAR, *weight_names]
     unknown = [target for target in lora.targets if target not in known]
@@ -128,7 +130,10 @@ def _weights(config: DecoderConfig) -> set[str]:
 
 
 def _weights_by_name(config: DecoderConfig) -> dict[str, set[str]]:
-    """Return each name that a target may have, in PEFT or here -> the weights that it means."""
+    """Return each name that a target may have -> the weights that it means in a model.
+
+    The names are those of PEFT, in this family and in others, and those of this library.
+    """
     present = _weights(config)
     family = families.family_of(config)
     # Where experts cannot have adapters, the names of an MLP beside them mean the MLP.

@@ -63,7 +63,10 @@ def step_seconds(
 
 
 def _weight_bytes(params: Any) -> int:
-    """Return the bytes of weights that a step reads on one chip: few rows of embeddings."""
+    """Return the bytes of weights that a step reads on one chip.
+
+    Of the embedding of layers, and of an embedding beside an unembedding, it reads few rows.
+    """
     if not isinstance(params, Mapping):
         return chip_bytes(params)
     return sum(

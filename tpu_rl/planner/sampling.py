@@ -182,8 +182,10 @@ def _call_steps(
 
 
 def _empty_slots(call: SamplerCall, new_tokens: int, pool: Any) -> slots.Slots | Compiled:
-    """Return the shapes of slots with room for `new_tokens` new tokens, or the program that does
-    not fit."""
+    """Return the shapes of slots whose cache has room for `new_tokens` new tokens.
+
+    If they do not fit, return the refused program.
+    """
     config = replace(call.config, max_new_tokens=new_tokens)
     cache_shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
     keys = _key_shapes(call.mesh, call.slots)
@@ -206,8 +208,11 @@ def _decode_step(
     weight_bytes: dict[str, int],
     compile_with: Compile,
 ) -> Step:
-    """Compile a decode segment for `new_tokens` new tokens, of the most steps, since no slot is
-    refilled."""
+    """Compile a decode segment whose cache has room for `new_tokens` new tokens.
+
+    No slot is refilled in it, so it takes as many decode steps as a segment can have. Refills cost
+    little beside them.
+    """
     config = replace(call.config, max_new_tokens=new_tokens)
     name = f"decode{call.label}, cache of {call.prompt_tokens + new_tokens:,}"
     decode_steps = config.segments.steps
@@ -270,7 +275,10 @@ def _refilling_segment(
     needed: dict[str, int],
     compile_with: Compile,
 ) -> Step:
-    """Compile a decode segment that refills its slots; the step counts one token and one refill."""
+    """Compile a decode segment that refills its slots.
+
+    How often it does so is not known to a compiler: the step counts one token and one refill.
+    """
     queue = _queue_shapes(call)
     compiled = _compile_segment(call, call.config, (pool, queue), empty, outputs, compile_with)
     name = f"decode{call.label} with refills, per token"
@@ -293,8 +301,10 @@ def _growth_step(
     weight_bytes: dict[str, int],
     compile_with: Compile,
 ) -> Iterator[Step]:
-    """Compile the cache's last growth, a leaf at a time, for the leaf whose copy needs the most
-    memory."""
+    """Compile the last growth of the cache, for the leaf whose copy needs the most memory.
+
+    Leaves are copied one after the other: those before it are new and those after it old.
+    """
     config = call.config
     old_tokens = config.segments.initial_cache_tokens
     if old_tokens >= config.max_new_tokens:
@@ -370,8 +380,10 @@ def _queue_shapes(call: SamplerCall) -> slots.Queue:
 def _prefill(
     call: SamplerCall, texts: int, length: int, compile_with: Compile
 ) -> tuple[Compiled, Any]:
-    """Compile prefill for `texts` texts of `length` tokens. Returns its shapes too; None if it does
-    not fit."""
+    """Compile prefill for `texts` texts of `length` tokens. Returns the shapes of its result too.
+
+    The shapes are None if the program does not fit.
+    """
     tokens = _row_shape(call.mesh, texts, length)
     lengths = _row_shape(call.mesh, texts)
     prompts = _row_shape(call.mesh, texts, 2)
@@ -387,7 +399,10 @@ def _cache_bytes(*trees: Any) -> dict[str, int]:
 
 
 def _longest_partial(config: sampler.SamplerConfig, prompt_tokens: int) -> int:
-    """Return the largest length of a partial completion with its prompt; see `sampler.requests`."""
+    """Return the largest length in which a partial completion is read with its prompt.
+
+    Most are shorter. `sampler.requests` chooses the lengths.
+    """
     total = prompt_tokens + config.max_new_tokens
     return _round_up(total, 128) if prompt_tokens % 128 == 0 else total
 

@@ -170,8 +170,10 @@ def _reduced(metrics: list[Metrics]) -> dict[str, float]:
 
 
 def _refill(batch: Any, rows: int, slots: int, actions: int) -> Any:
-    """Fill micro-batches with empty rows, and rows with padding, to [K, rows, slots]. `actions` is
-    the length of the lists in `PackedRows.actions`."""
+    """Fill micro-batches with empty rows, and rows with padding, to [K, rows, slots].
+
+    `actions` is the length of the lists in `PackedRows.actions`.
+    """
 
     def fill(x: np.ndarray) -> np.ndarray:
         return np.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, slots - x.shape[2])])

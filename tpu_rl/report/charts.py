@@ -370,8 +370,10 @@ def _number(value: float, percent: bool = False) -> str:
 
 
 def _hover_zones(hovers: Sequence[Hover]) -> str:
-    """Return one invisible strip per place, up to halfway to its neighbors; equal links are
-    joined."""
+    """Return one invisible strip per place, which ends halfway to its neighbors.
+
+    Neighbors with the same link are inside one link.
+    """
     hovers = sorted(hovers, key=lambda hover: hover.place)
     borders = [
         0.0,

@@ -144,8 +144,10 @@ def read_steps(path: Path) -> list[Samples]:
 
 
 def _whole_steps(lines: Iterable[bytes], skip: bool, most: int) -> Iterator[Samples]:
-    """Yield the rows of one step after another, of at most so many bytes, without the first if
-    `skip`."""
+    """Yield the rows of one step after another, of at most so many bytes of lines.
+
+    The first step is left out if `skip`.
+    """
     for _, group in itertools.groupby(_rows(lines, most), key=lambda row: row["step"]):
         samples = list(group)
         if not skip:
@@ -185,8 +187,11 @@ def choose(steps: Sequence[Samples]) -> list[Samples]:
 
 
 def _completions(samples: Samples) -> Samples:
-    """Return at most COMPLETIONS of a step: whole groups, the first of a larger one, or at equal
-    distances."""
+    """Return the completions of a step, at most COMPLETIONS of them.
+
+    They are whole groups. Of a larger group they are its first completions, and without groups some
+    at equal distances.
+    """
     count = min(COMPLETIONS, len(samples))
     groups = _groups(samples)
     if len(groups) == len(samples):
@@ -441,7 +446,9 @@ def _timeline(messages: Any) -> str:
 
 def _waits(seconds: Any) -> str:
     """Draw what an episode waited for, a line for each turn of the policy, with a legend, as HTML.
-    `seconds` are pairs (kind of work, seconds) in their order, or their sums by kind."""
+
+    `seconds` are pairs (kind of work, seconds) in their order, or their sums by kind.
+    """
     is_ordered = isinstance(seconds, list)
     pairs = seconds if is_ordered else [*seconds.items()] if isinstance(seconds, dict) else []
     waits = [(str(kind), value) for kind, value in pairs if _is_number(value) and value > 0]

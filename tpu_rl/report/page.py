@@ -456,8 +456,10 @@ def _reward_chart(run: Run) -> str:
 
 
 def _band(mean: np.ndarray, spread: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the 95 % interval of each step's mean of n rewards. The spread of zeros
-    and ones is sqrt(mean (1 - mean)). They have the interval of a share."""
+    """Return the ends of the 95 % interval of each step's mean of n rewards.
+
+    The spread of zeros and ones is sqrt(mean (1 - mean)). They have the interval of a share.
+    """
     half = NORMAL_95 * spread / np.sqrt(n)
     low = mean - half
     high = mean + half
@@ -547,8 +549,11 @@ def _time_chart(run: Run) -> str:
 
 
 def _completions(run: Run, extremes: str) -> str:
-    """Return links to completions (`extremes`) and a table of early and late ones, of the same
-    prompts where they recur, as HTML."""
+    """Return links to completions (`extremes`) and a table of early and late ones, as HTML.
+
+    It has the same prompts on both sides where prompts recur, and otherwise prompts of the first
+    and of the last steps.
+    """
     links = completion_pages.step_links(run.page_steps)
     if not run.early:
         return f"<section><h2>Completions</h2>{links}{extremes}</section>" if links else ""

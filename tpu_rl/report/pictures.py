@@ -113,8 +113,10 @@ def _is_size(size: Any) -> bool:
 
 def _placed(numbers: Any, width: int, height: int) -> tuple[str, float, float, float, float] | None:
     """Return (unit, left, top, right, bottom) of a point or a box, in pixels; None for others.
+
     Nothing says in which unit a text gives coordinates. Those up to 1 are read as parts of the
-    picture, those inside of it as pixels, and others up to 1000 as thousandths."""
+    picture, those inside of it as pixels, and others up to 1000 as thousandths.
+    """
     if not isinstance(numbers, list) or len(numbers) not in (2, 4):
         return None
     if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in numbers):

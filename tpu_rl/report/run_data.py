@@ -89,8 +89,10 @@ class Run(NamedTuple):
         return self._replace(rows=[row for row, of in self._evaluations() if of == kind])
 
     def _evaluations(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the rows with evaluations and their kinds; grades may all be zeros and ones at
-        some steps."""
+        """Return the rows with evaluations, each with its kind.
+
+        A graded reward may give only zeros and ones at some steps: those are grades, too.
+        """
         rows = [row for row in self.rows if any(row.get(name) is not None for name in EVALUATION)]
         kinds = [_kind(row) for row in rows]
         if GRADES in kinds:
@@ -222,8 +224,11 @@ def lines_backward(path: Path) -> Iterator[bytes]:
 def _early_and_late(
     path: Path, num_steps: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rewarded samples of the first and last tenth of steps, from the two ends of the
-    file."""
+    """Return rewarded samples of the first and of the last tenth of all steps that have some.
+
+    Only the two ends of the file are read: a run that is on writes its page again and again, and
+    the file may be larger than memory.
+    """
     if not path.exists():
         return [], []
     count = max(1, min(MAX_SAMPLED_STEPS, num_steps // 10))

@@ -314,8 +314,14 @@ def encode(
 def _dense_reward(
     model: RewardModel, separator: str, changes: bool = False
 ) -> Callable[..., list[Any]]:
-    """Return the reward of segments, which end behind each `separator` of the text or, without one,
-    at those of the training. For `changes` see `Shares`. Raises InputError if there are neither."""
+    """Return the reward function whose values are the segments of the model's score.
+
+    A part ends behind each `separator` of the text or, if that is "", at the separators of the
+    model's training; and with the completion. For `changes` see `Shares`.
+
+    Raises:
+        InputError: if there are none of either, or only a process model has such changes.
+    """
     if changes and model.reading.kind != "steps":
         raise InputError(
             "the reward model has no probabilities of steps",

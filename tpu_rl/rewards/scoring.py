@@ -296,8 +296,10 @@ def apply(
 
 
 def _require_float32(name: str, rewards: np.ndarray) -> None:
-    """Raise InputError if float32 cannot tell rewards [N] float64 apart that differ on purpose. Of
-    differences below 1e-3 it is only said; those of some bits of a float64 are rounding."""
+    """Raise InputError if float32 cannot tell rewards [N] float64 apart that differ on purpose.
+
+    Of differences below 1e-3 it is only said; those of some bits of a float64 are rounding.
+    """
     finite = rewards[np.isfinite(rewards)]
     spread = float(np.ptp(finite)) if len(finite) else 0.0
     largest = float(np.abs(finite).max(initial=0.0))
@@ -322,8 +324,10 @@ def _call(
     columns: Mapping[str, Sequence[Any]],
     of_rollout: Mapping[str, Sequence[Any]],
 ) -> list[Any] | RewardFailure:
-    """Return the function's values, or the reason why there are none. `of_rollout` has the columns
-    that the function names among its parameters."""
+    """Return the function's values, or the reason why there are none.
+
+    `of_rollout` has the columns that the function names among its parameters.
+    """
     arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
     accepted = parameters(function)
     if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):

@@ -131,8 +131,10 @@ class Worker:
         return self._end(seconds, deadline) if values is None else values
 
     def _reply(self, number: int, deadline: float, max_bytes: int) -> dict[str, Any] | None:
-        """Return the reply with this number, None if there is none. Frames of other writers are
-        dropped."""
+        """Return the reply with this number, None if there is none. Other frames are dropped.
+
+        Those are not of this call: the function may write to any descriptor.
+        """
         while frame := workers.read_frame(self._process, deadline, max_bytes):
             match workers.parsed(frame):
                 case {"number": int() as found, "bytes": int() as size} as reply:
@@ -146,7 +148,10 @@ class Worker:
         return None
 
     def _is_nearly_full(self) -> bool:
-        """Return True if the process has filled half of the memory that it had left at first."""
+        """Return True if the process has grown over half of the memory that it had left at first.
+
+        The next call might hit the limit in the middle.
+        """
         first = self._size_after_first
         return 0 < self._memory_bytes < 2 * self._size - first if first else False
 

@@ -165,7 +165,10 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
 
 
 def _alike(rounds: Sequence[Scored]) -> Sequence[Scored]:
-    """Return rounds whose rollouts have the same fields, and the columns of the widest."""
+    """Return rounds whose rollouts have the same fields and as many columns: those of the widest.
+
+    Conversations differ in their lengths, and in whether their history was rewritten.
+    """
     if len({scored.rollout.parent is None for scored in rounds}) > 1:
         rounds = [replace(x, rollout=with_parents(x.rollout)) for x in rounds]
     if len({scored.rollout.episode_id is None for scored in rounds}) > 1:

@@ -136,8 +136,12 @@ MIN_UNSURE_ROWS = 10_000
 
 
 def _sure_characters(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> int:
-    """Return the characters of ASCII up to which a prompt surely fits, as encoding a million takes
-    minutes; 0 if some encoded rows do not show that each becomes at most one token."""
+    """Return the number of characters of ASCII up to which a prompt need not be encoded.
+
+    To encode a million prompts takes minutes. An ASCII character becomes at most one token, and a
+    chat template adds the same to each prompt. Some of the rows are encoded to see that it is so.
+    If not, or if there are few rows, the result is 0.
+    """
     if len(rows) < MIN_UNSURE_ROWS:
         return 0
     margin = 16

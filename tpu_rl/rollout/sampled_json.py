@@ -96,7 +96,10 @@ def _episode_rows_from_json(values: dict[str, Any]) -> EpisodeRows:
 
 
 def _array_to_json(array: Any) -> dict[str, Any]:
-    """Return an array's type, shape and bytes, compressed (most is padding) and in base 64."""
+    """Return an array's type, its shape, and its bytes: compressed, in base 64.
+
+    Most of a rollout is padding, and prompts that are repeated.
+    """
     values = np.asarray(array)
     content = base64.b64encode(zlib.compress(values.tobytes(), level=1)).decode()
     return {"dtype": values.dtype.str, "shape": list(values.shape), "content": content}

@@ -161,7 +161,10 @@ def _copy_leaf(
 def _copy_quantized(
     layout: SamplingLayout, name: str, weight: Any, placement: NamedSharding
 ) -> Quantized:
-    """Return a weight (or shape) quantized, with a placement for its numbers."""
+    """Return the weight `name` quantized, with a placement for its numbers.
+
+    A shape is converted like an array.
+    """
     assert layout.weight_dtype is not None
     quantize = _quantize(name, layout.dtype, layout.weight_dtype)
     shapes = jax.eval_shape(quantize, weight)
@@ -211,7 +214,10 @@ def _quantize_and_move(
 
 
 def _copy(weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding) -> Any:
-    """Return a weight (or shape) with the target's type and placement."""
+    """Return the weight with the target's type and placement: itself, if it has both already.
+
+    A shape is converted like an array.
+    """
     if weight.dtype == target.dtype and weight.sharding.is_equivalent_to(placement, weight.ndim):
         return weight
     if isinstance(weight, jax.ShapeDtypeStruct):

@@ -91,6 +91,9 @@ def kill_marked(beginnings: Collection[str]) -> None:
 
 
 def _is_starting(folder: Path) -> bool:
-    """Return True while a process loads a program: it has no arguments yet. OSError for kernel
-    threads."""
+    """Return True while a process loads a program.
+
+    It then has neither arguments nor an environment. Kernel threads and processes that have ended
+    have none either, but no program: reading its link raises OSError.
+    """
     return not (folder / "cmdline").read_bytes() and bool((folder / "exe").readlink())

@@ -193,8 +193,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Restore the default handlers: a SIGTERM ends the child alone, and writes to no socket of the
-    run's."""
+    """Restore the default handlers, so that the child's SIGTERM ends it and not the run.
+
+    The child has the parent's socket and would otherwise write to it.
+    """
     if _watching_pids:
         _watching_pids.clear()
         signal.set_wakeup_fd(-1)

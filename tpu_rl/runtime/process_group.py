@@ -138,7 +138,10 @@ class _Console(NamedTuple):
 
 @contextmanager
 def _captured_output() -> Iterator[_Console]:
-    """Send stdout and stderr to a file, which stays if the run fails, unless they are restored."""
+    """Send stdout and stderr to a temporary file, unless they are restored.
+
+    If the run fails, the process ends inside this context, and the file remains.
+    """
     console = _Console(os.dup(1), os.dup(2))
     handle, path = tempfile.mkstemp(prefix="tpu_rl_process_", suffix=".log")
     for descriptor in (1, 2):
@@ -162,7 +165,12 @@ class ProcessesMissingError(MachineError):
 
 
 def _connect(member: Member, console: _Console) -> None:
-    """Start JAX's service. Raises MachineError if its port is taken, ProcessesMissingError."""
+    """Start JAX's service.
+
+    Raises:
+        MachineError: the port of the first process is taken.
+        ProcessesMissingError: not all processes find each other.
+    """
     jax.config.update("jax_enable_preemption_service", False)  # It would take SIGTERM for itself.
     if member.index == 0 and member.coordinator:
         _require_free(int(member.coordinator.rpartition(":")[2]))
@@ -197,7 +205,11 @@ def _start_error(member: Member, why: str = "") -> ProcessesMissingError:
 
 
 def _on_abort(end: Callable[[], None] | None) -> None:
-    """Call `end` on an abort (None: the default), as when JAX's client loses the first process."""
+    """Call `end` when the process is aborted; None restores the default.
+
+    JAX's client aborts the process, with a page of stacks on stderr, as soon as it loses the first
+    process, and also if it does not find it.
+    """
 
     def handle(number: int) -> None:
         if end is not None:
@@ -265,7 +277,10 @@ class _Watch:
         jax.distributed.shutdown()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all processes with this error, unless it only follows from the end of another."""
+        """End all processes with the error of this one, unless it is only a consequence.
+
+        The thread ends this process meanwhile if another process has ended the run.
+        """
         if _COLLECTIVE_ERROR.match(str(error)):
             # A collective fails at once if a process is gone; that is noticed only later.
             self._thread.join(TIMEOUT_SECONDS + 5 * HEARTBEAT_SECONDS)
@@ -363,7 +378,11 @@ class _Watch:
             return f"process {process}"
 
     def _end(self, end: dict[str, Any]) -> NoReturn:
-        """End this process as announced, the first one a little later: it serves the others."""
+        """End this process as announced.
+
+        The first process lives a little longer, because the others learn of the end through its
+        service.
+        """
         try:
             process = end["process"]
             if self._index == 0 and end["text"]:

@@ -103,7 +103,11 @@ def watch(config: WatchdogConfig, run_dir: Path, command: str) -> Iterator[None]
 
 
 def _watch_progress(limit: float, run_dir: Path, command: str, has_ended: threading.Event) -> None:
-    """Add up the seconds since the last mark in which this thread ran: Ctrl-Z does not count."""
+    """Add up the seconds since the last mark.
+
+    Time in which this thread did not run either does not count: a run that was stopped with Ctrl-Z
+    goes on.
+    """
     tick = _tick_seconds(limit)
     marks = _progress.marks
     silence = 0.0
@@ -151,7 +155,10 @@ def _end(silence: float, limit: float, run_dir: Path, command: str) -> NoReturn:
 
 
 def _report(silence: float, limit: float, run_dir: Path, command: str) -> None:
-    """Write the stacks to the run folder and to stderr, and one message of the first process."""
+    """Write the stacks to the run folder and to stderr, with one message for the whole run.
+
+    Of several processes the first one prints the message, and all end here.
+    """
     path = run_dir / STACKS
     header = (
         f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, host {socket.gethostname()}, pid {os.getpid()}: "

@@ -64,7 +64,10 @@ def begin(
 
 
 def _confine(trainer: int, memory_bytes: int) -> None:
-    """Limit memory, forbid core dumps, and end with the trainer, even while busy in C."""
+    """Limit memory, forbid core dumps, and end with the trainer.
+
+    The process also ends if the trainer is killed while it is busy in C.
+    """
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -133,7 +136,10 @@ _event_loop_lock = threading.Lock()
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop, the same for all threads, which runs in one of its own."""
+    """Return an event loop that runs in a thread of its own for as long as the process lives.
+
+    All threads get the same loop, also if several ask for it first.
+    """
     with _event_loop_lock:
         return _make_event_loop()
 

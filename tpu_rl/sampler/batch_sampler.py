@@ -174,8 +174,10 @@ def _make_rollout(
 def _rows_of_routing(
     request: DecodeRequest, tracker: RowTracker, outputs: Outputs, prompt_routing: np.ndarray
 ) -> Any:
-    """Return `Rollout.routing` of prompts [prompts, prompt columns, L k] and outputs. The last
-    token of a prompt is read in the first decode step, and the last one of a row never."""
+    """Return `Rollout.routing` of prompts [prompts, prompt columns, L k] and outputs.
+
+    The last token of a prompt is read in the first decode step, and the last one of a row never.
+    """
     size = prompt_routing.shape[2]
     of_outputs: Any = outputs.routing
     routing = np.zeros((len(tracker.counts), request.max_length, size), prompt_routing.dtype)
@@ -289,7 +291,11 @@ class _DecodeMode(NamedTuple):
 
 
 class _DecodeModes:
-    """Chooses between plain decoding and, with few rows once none waits, decoding with drafts."""
+    """Chooses between plain decoding and, with few rows, decoding with drafts.
+
+    While rows wait, all slots are busy. Drafts therefore start with the first pool or, once no row
+    waits, when few enough rows remain.
+    """
 
     def __init__(self, policy: Policy, draft: Draft | None, config: SamplerConfig):
         steps = config.segments.steps
@@ -489,7 +495,10 @@ def _next_shape(
     request: DecodeRequest,
     config: SamplerConfig,
 ) -> _SlotsShape:
-    """Return the shape of the next segment's slots, which halve or more once no row waits."""
+    """Return the shape of the slots for the next segment.
+
+    Once no row waits, slots shrink to powers of two, by at least half.
+    """
     longest = int(np.max(status.length, where=status.live, initial=0))
     most_live = int(status.live.reshape(devices, -1).sum(1).max())
     slots_per_device = max(1 << (most_live - 1).bit_length(), config.segments.min_slots_per_device)
@@ -502,9 +511,11 @@ def _next_shape(
 def _cache_length(
     longest: int, is_waiting: bool, mode: _DecodeMode, request: DecodeRequest, config: SamplerConfig
 ) -> int:
-    """Return the number of tokens that the cache must have room for in the next segment. It is
-    rounded up to one of few numbers, so that few programs are compiled. `longest` is the number of
-    tokens of the longest row in a slot."""
+    """Return the number of tokens that the cache must have room for in the next segment.
+
+    It is rounded up to one of few numbers, so that few programs are compiled. `longest` is the
+    number of tokens of the longest row in a slot.
+    """
     prompt_width = request.prompts.tokens.shape[1]
     context_width = request.contexts.tokens.shape[1]
     if is_waiting:

@@ -673,8 +673,11 @@ def _extend_rows(
     commit: Array,
     length: int,
 ) -> Slots:
-    """Continue the caches of some slots. The entries of `place` keep `lengths` tokens of their
-    caches. Then the first `commit` of their `tokens` [D * E, C] follow."""
+    """Continue the caches of some slots.
+
+    The entries of `place` keep `lengths` tokens of their caches. Then the first `commit` of their
+    `tokens` [D * E, C] follow.
+    """
     rows = _take_rows(policy, mesh, params, slots, place, length)
     cache = with_lengths(rows.cache, lengths)
     positions = lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

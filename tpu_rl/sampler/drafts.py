@@ -131,8 +131,10 @@ def lookup_draft(tokens: int, ngram: int) -> Draft:
 
 
 def _match_own_text(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, Array]:
-    """Return (length [B, 1] of the longest match, continuation [B, 1, tokens]) in each row's own
-    text."""
+    """Return (matched [B, 1], continuation [B, 1, tokens]) of each row's own text.
+
+    `matched` is the length of the longest match.
+    """
     lengths = inputs.lengths[:, None]
     is_text = jnp.arange(inputs.text.shape[1])[None] < lengths
     text = jnp.where(is_text, inputs.text, NO_TOKEN)[:, None]
@@ -146,8 +148,11 @@ def _match_own_text(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array
 
 
 def _match_group(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, Array]:
-    """Return (length [B, G] of the longest match or -1, continuation [B, G, tokens], NO_TOKEN
-    beyond ends) in the other completions of the group."""
+    """Return (matched [B, G], continuation [B, G, tokens]) of the other completions of the group.
+
+    `matched` is the length of the longest match, or -1 if there is none. The continuation is
+    NO_TOKEN beyond the end of a completion.
+    """
     group_tokens = inputs.group_tokens
     prompt_end = _last_tokens(inputs.text, inputs.prompt_lengths, ngram)
     column = inputs.lengths - inputs.prompt_lengths
@@ -159,7 +164,10 @@ def _match_group(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, A
 
 
 def _last_tokens(text: Array, ends: Array, count: int) -> Array:
-    """Return the `count` tokens of text [B, S] before each end [B], NO_TOKEN before the first."""
+    """text [B, S], ends [B] -> the `count` tokens before each end, [B, count].
+
+    NO_TOKEN before the first token.
+    """
     positions = ends[:, None] - count + jnp.arange(count)[None]
     tokens = jnp.take_along_axis(text, jnp.maximum(positions, 0), axis=1)
     return jnp.where(positions >= 0, tokens, NO_TOKEN)

@@ -152,9 +152,11 @@ def guide(
         logits: Array,
         is_read: Array,
     ) -> tuple[Array, Any]:
-        """Read one token and its candidates. `token` and `position` are [B, 1], `commit` and
-        `is_read` [B], `logits` [B, 1, V]. Returns the guided logits, which say nothing where
-        `is_read` is False, and the cache."""
+        """Read one token and its candidates.
+
+        `token` and `position` are [B, 1], `commit` and `is_read` [B], `logits` [B, 1, V]. Returns
+        the guided logits, which say nothing where `is_read` is False, and the cache.
+        """
         # scores [B, k, K]: q's K outputs at each of the k candidates `ids` [B, k].
         if candidate_mass == 1:
             ids = _likeliest(logits[:, 0], candidates)
@@ -194,7 +196,9 @@ def guide(
         needed: Array,
     ) -> tuple[Array, Any]:
         """Do the same, but read no more than needed: each row's first `needed` [B] candidates.
-        Scores of candidates that are not needed may be 0."""
+
+        Scores of candidates that are not needed may be 0.
+        """
         rows, most = ids.shape
         rest = most - 1
         if rest == 0:
@@ -286,7 +290,10 @@ def _likeliest(logits: Array, candidates: int | None) -> Array:
 
 
 def _needed(logits: Array, ids: Array, mass: float) -> Array:
-    """Count the likeliest tokens `ids` [B, k] of logits [B, V] that have this mass: [B] int32."""
+    """Count the likeliest tokens that have this mass together, at most all: [B] int32.
+
+    `ids` [B, k] are the likeliest of logits [B, V], in order.
+    """
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     probabilities = jnp.exp(jnp.take_along_axis(log_probs, ids, axis=1))
     before = jnp.cumsum(probabilities, axis=1) - probabilities

@@ -81,8 +81,10 @@ class DeviceQueues:
         """[D * contexts]: False for places of the pool that no context takes."""
 
     def _pool_size(self, is_of_kind: np.ndarray, most: int) -> int:
-        """Return the contexts of a pool, at most `most`, for rows of a kind [N]: as few pools as
-        possible."""
+        """Return the number of contexts of a pool, at most `most`, for rows of a kind [N].
+
+        A device's contexts are divided evenly between as few pools as possible.
+        """
         counts = [
             len(np.unique(self.request.context[order[is_of_kind[order]]])) for order in self._orders
         ]
@@ -95,8 +97,11 @@ class DeviceQueues:
         return _even_part(contexts, most)
 
     def _one_by_one(self, order: np.ndarray) -> np.ndarray:
-        """Reorder rows, within pools and limits, so that those of a prompt see what earlier ones
-        wrote."""
+        """Reorder rows so that those of a prompt are decoded one after another.
+
+        Each row then finds what those before it have written. Rows still go by their limits first,
+        and the prompts of a pool stay together.
+        """
         group_size = self.request.group_size
         _, first, prompt = np.unique(order // group_size, return_index=True, return_inverse=True)
         # Prompts are numbered in the order in which they first appear.

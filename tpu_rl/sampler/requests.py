@@ -214,8 +214,11 @@ def _pad(sequences: Sequence[Sequence[int]], width: int, pad_id: int) -> PaddedT
 def _with_resumed(
     request: DecodeRequest, resumed: Sequence[PartialCompletion | None], config: SamplerConfig
 ) -> DecodeRequest:
-    """Return the request with completions of an earlier call: their tokens as outputs, and those
-    that go on with contexts of the prompts' width, doubled until the longest fits."""
+    """Return the request with completions that an earlier call sampled.
+
+    Their tokens go to the outputs. Those that have not ended also get contexts, whose width is that
+    of prompts, doubled until the longest fits.
+    """
     shape = (len(resumed), config.max_new_tokens)
     outputs = Outputs(
         tokens=np.full(shape, NO_TOKEN, np.int32),

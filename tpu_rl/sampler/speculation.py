@@ -81,8 +81,10 @@ def with_draft(policy: Policy, draft: Draft) -> Policy:
 
 
 def _with_tokens(text: Array, start: Array, tokens: Array) -> Array:
-    """Write tokens [B, T] into text [B, S] from column `start` [B] on, without moving rows by a
-    scatter."""
+    """Write tokens [B, T] into text [B, S], from column `start` [B] on.
+
+    Does not scatter, because that would move rows between devices.
+    """
     column = jnp.arange(text.shape[1])[None] - start[:, None]
     width = tokens.shape[1]
     new = jnp.take_along_axis(tokens, jnp.clip(column, 0, width - 1), axis=1)
@@ -234,7 +236,10 @@ def group_completions(
 
 
 def _seen_at_each(seen: Array, draft_tokens: Array) -> Array:
-    """Return [B, 1 + k, V]: tokens before each position, from `seen` [B, V] and a draft [B, k]."""
+    """Return [B, 1 + k, V]: tokens in the row before each position, if the draft is right.
+
+    `seen` is [B, V] and `draft_tokens` is [B, k].
+    """
     one_hot = jax.nn.one_hot(draft_tokens, seen.shape[1], dtype=jnp.int8)
     in_draft = jnp.pad(jax.lax.cummax(one_hot, axis=1), ((0, 0), (1, 0), (0, 0)))
     return seen[:, None] | (in_draft > 0)

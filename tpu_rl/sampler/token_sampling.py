@@ -126,8 +126,11 @@ def sample_tokens(
 
 
 def _below_max(logits: Array, scale: float) -> tuple[Array, Callable[[Array], Array]]:
-    """Divide logits [B, V] by `scale` and subtract each row's largest. Returns the same for tokens
-    [B, K], too."""
+    """Divide logits [B, V] by `scale` and subtract the largest of each row.
+
+    Also returns the function that computes the same for tokens [B, K] alone, so that the result for
+    all tokens need not be stored.
+    """
     largest = jnp.max(logits / scale, axis=-1, keepdims=True)
 
     def at(ids: Array) -> Array:
@@ -176,9 +179,14 @@ def truncate(mass: Array, config: SamplerConfig) -> Array:
 
 
 def _keep_fewest(mass: Array, is_enough: Callable[[Array], Array]) -> Array:
-    """Keep the largest of `mass` [B, V] in [0, 1], as few as `is_enough` ([B, V] -> [B, 1] bool)
-    allows; zero the others. Bisects the bits of the threshold: exact, and ten times faster than
-    `lax.top_k`."""
+    """Keep the largest values of `mass` [B, V], as few as `is_enough` allows; zero the others.
+
+    `mass` is in [0, 1]. `is_enough` maps the remaining mass [B, V] to [B, 1] bool.
+
+    The threshold is found by bisection of its bits, because non-negative floats are ordered like
+    their bits. This is exact and, with a vocabulary of 150,000, ten times faster on a CPU than
+    `lax.top_k`.
+    """
     low = jnp.zeros((mass.shape[0], 1), jnp.int32)
     high = jnp.full_like(low, np.float32(1).view(np.int32) + 1)
 
@@ -219,8 +227,10 @@ def _without_subnormal(mass: Array) -> Array:
 
 
 def _block_masses(mass: Array) -> Array:
-    """Sum `mass` [B, V] over blocks -> [B, blocks], none of which crosses two shards of the
-    vocabulary."""
+    """Sum `mass` [B, V] over blocks -> [B, blocks].
+
+    No block crosses two shards of the vocabulary: devices would gather all of it.
+    """
     rows, vocabulary = mass.shape
     shards = sharding.spread("vocab", vocabulary)
     mass = _without_subnormal(mass).reshape(rows, shards, -1)
@@ -249,9 +259,11 @@ def _invert(
 
 
 def _invert_level(mass: Array, target: Array) -> tuple[Array, Array]:
-    """mass [B, K], target [B] -> (index, target minus the mass before it), each [B]. The index is
-    the first with mass whose cumulative mass exceeds the target. If rounding leaves the target at
-    or above the total, it is the last index with mass."""
+    """mass [B, K], target [B] -> (index, target minus the mass before it), each [B].
+
+    The index is the first with mass whose cumulative mass exceeds the target. If rounding leaves
+    the target at or above the total, it is the last index with mass.
+    """
     cumulative = jnp.cumsum(mass, axis=-1)
     has_mass = mass > 0
     above = has_mass & (cumulative > target[:, None])

@@ -400,7 +400,11 @@ def _is_raised(traceback: Any) -> bool:
 
 
 def _skips_assert(step: Any) -> bool:
-    """Return True if an error that the test did not raise ended a function with asserts."""
+    """Return True if an error that the test did not raise itself ended a function with asserts.
+
+    Args:
+        step: traceback of the error, or None.
+    """
     if step is None or _is_raised(step):
         return False
     while step and not _asserts(step.tb_frame.f_code, step.tb_frame.f_globals, set()):
@@ -463,8 +467,10 @@ def _copy(operation: str) -> Callable[[Any], Any]:
 
 
 def _order(name: str) -> Callable[[Any, Any], bool]:
-    """Return a comparison of two values of the program by its own order, which must be one. An
-    object of the program and a value of the test have none: the program would see the value."""
+    """Return a comparison of two values of the program by its own order, which must be one.
+
+    An object of the program and a value of the test have none: the program would see the value.
+    """
 
     def compare(self: Any, other: Any) -> bool:
         left, right = _plain(self), _plain(other)
@@ -672,7 +678,10 @@ def _has_length(remote: Remote) -> bool:
 
 
 def _check_length(remote: Remote) -> None:
-    """Raise Closed if an object has fewer items than its length, and loops would be too short."""
+    """Raise Closed if an object has fewer items than its length.
+
+    Loops of the test over such an object would be too short.
+    """
     number = ENDS[0].number_of(remote)
     length = ENDS[0].views.get(("length", number))
     items = ENDS[0].views.get(("iterate", number))

@@ -275,7 +275,13 @@ OWN_STREAMS = (
 
 
 def _require_separable(tree: ast.Module, program_names: set[str], defined: set[str]) -> None:
-    """Raise ValueError if a part of the test cannot be separated from the program's names."""
+    """Raise ValueError if a part of the test cannot be separated from the program's.
+
+    Args:
+        tree: the test.
+        program_names: names that the program defines.
+        defined: names that the test defines.
+    """
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(names=names) if any(alias.name == "*" for alias in names):
@@ -451,8 +457,10 @@ def _aliases(tree: ast.Module) -> set[str]:
 
 
 def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast.expr]:
-    """Return copies as in `old = list(xs)` that are made before a call gets `xs`. `xs` must be
-    bound before in the same statements, or an earlier round of a loop may change it."""
+    """Return copies as in `old = list(xs)` that are made before a call gets `xs`.
+
+    `xs` must be bound before in the same statements, or an earlier round of a loop may change it.
+    """
     copies: set[ast.expr] = set()
     for node in ast.walk(tree):
         fresh: set[str] = {node.target.id} if _has_target(node) else set()  # type: ignore
@@ -655,8 +663,10 @@ def _ask_of_attributes(value: ast.expr) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Return lines without blanks at their ends, and at the end, as judges of programs ignore
-    them."""
+    """Return lines without trailing blanks, and without blank lines at the end.
+
+    Judges of programs usually ignore these.
+    """
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 

@@ -302,8 +302,10 @@ class _AgentEngine:
     # --- generate ---
 
     def generate(self, params: Params, request: RolloutRequest) -> Sampled:
-        """Run the agent once for each completion of this process's groups; all processes call
-        together."""
+        """Run the agent once for each completion that the request asks for.
+
+        All processes call it together. Each runs the agents of its own groups.
+        """
         began = time.perf_counter()
         decoding = self._decoding
         group_size = decoding.config.samples_per_prompt
@@ -366,9 +368,11 @@ class _AgentEngine:
         images: ImageTable | None,
         rounds: Rounds,
     ) -> tuple[dict[int, Outcome], float]:
-        """Run all local episodes, until those that the step takes are over. Reward functions judge
-        a group once its episodes are over. Returns the outcomes of all processes' episodes that are
-        taken, and the seconds in which nothing was decoded."""
+        """Run all local episodes, until those that the step takes are over.
+
+        Reward functions judge a group once its episodes are over. Returns the outcomes of all
+        processes' episodes that are taken, and the seconds in which nothing was decoded.
+        """
         try:
             service = self._idle.pop()
         except IndexError:  # Threads may take one at the same moment.

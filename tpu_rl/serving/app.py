@@ -331,8 +331,11 @@ class App:
     async def _encoded(
         self, characters: int, encode: Callable[[], list[int]], is_slow: bool = False
     ) -> list[int]:
-        """Return the ids of a text. Raises ApiError if it has more characters than could be
-        read."""
+        """Return the ids of a text with this number of characters.
+
+        Raises:
+            ApiError: if it is longer than any text that could be read.
+        """
         most = MAX_TOKEN_CHARACTERS * self.limits.max_model_len
         if characters > most:
             raise ApiError(
@@ -408,8 +411,10 @@ class App:
     async def _turns(
         self, account: Account, prompt: list[int], options: Options
     ) -> AsyncGenerator[Turn | None]:
-        """Yield None when a call is accepted, then the turn as it grows; the whole one is noted in
-        the account."""
+        """Yield None when a call is accepted, then the turn as it grows; the last one is whole.
+
+        The turn is noted in the account.
+        """
         distribution = account.distribution(options, self.default)
         left = self.limits.max_model_len - len(prompt)
         if left <= 0:
@@ -507,7 +512,10 @@ class App:
 
 
 def _cut(turn: Turn, find_end: Callable[[list[int]], int | None]) -> Turn:
-    """Return the turn up to its first stop: the sampler draws the same tokens without one."""
+    """Return the turn up to its first stop string or stop token.
+
+    The sampler would have drawn the same tokens up to there without a stop.
+    """
     end = find_end(turn.tokens)
     if end is None or end > len(turn.tokens):
         return turn

@@ -61,8 +61,15 @@ def _prompts(value: str | list[Any]) -> list[str | list[int]]:
 def _choice(
     tokenizer: Tokenizer, request: TextRequest, index: int, reply: Reply, scores: Scores | None
 ) -> dict[str, Any]:
-    """Return the completion of prompt `index`, with the scores of both if the request needs
-    them."""
+    """Return the completion of one prompt.
+
+    Args:
+        tokenizer: writes tokens as texts.
+        request: the request.
+        index: the number of the prompt.
+        reply: the completion.
+        scores: of the prompt and the completion, if the request needs them.
+    """
     turn = reply.turn
     echoed = reply.prompt if request.echo else []
     shown = {"index": index, "text": reply.text, "finish_reason": reply.finish}

@@ -125,7 +125,10 @@ def application(
 
 
 def _value(endpoint: Endpoint, request: Request, body: bytes) -> Any:
-    """Return the value of a body, None without one. Only JSON: browsers send others unasked."""
+    """Return the value of a body; None of a request that has none.
+
+    Browsers send bodies of other types than JSON without a question to the server first.
+    """
     if request.method not in ("POST", "PUT") or not endpoint.is_json:
         return body
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

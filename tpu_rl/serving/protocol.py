@@ -371,7 +371,10 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
 def _image(fields: Fields, kind: str, place: str) -> bytes:
-    """Return an image's file, which must stand in the request: nothing else is read or fetched."""
+    """Return the file of an image, which must stand in the request itself.
+
+    Nothing is fetched, and no file of the server's machine is read.
+    """
     if kind == "image":
         source = Fields(fields.require("source", dict), f"{place}.source")
         form = source.require("type", str)

@@ -66,7 +66,10 @@ def _add(branches: list[Branch], prompt: list[int], turn: Turn) -> None:
 
 
 def _longest_match(branches: list[Branch], prompt: list[int]) -> tuple[int, int]:
-    """Return (branch, tokens in common), preferably of the branch that the prompt extends."""
+    """Return (index of the branch, tokens in common).
+
+    The branch that the prompt extends is preferred to others that have as much in common.
+    """
     best = (len(branches), 0)
     for index, branch in enumerate(branches):
         common = common_prefix(branch.tokens, prompt)

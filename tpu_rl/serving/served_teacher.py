@@ -159,8 +159,11 @@ class _Teacher:
         return ids, log_probs.astype(np.float32)
 
     def test(self, texts: Sequence[list[int]]) -> None:
-        """Raise InputError unless the teacher reads texts as the policy does: encoded as here, the
-        same again, and with no value changed by what follows."""
+        """Raise InputError unless the teacher reads texts as the policy does, and does so again.
+
+        A text is encoded as here; and what follows a token changes nothing before it, so that every
+        value belongs to its place.
+        """
         tokenizer = self._tokenizer
         for text in texts:
             words = tokenizer.decode(text)

@@ -321,8 +321,10 @@ class TinkerApp:
         return _promise(self.own.submit(model_id, number, work, size))
 
     def _queued(self, fields: Fields, read: Callable[[Fields, Run], Work]) -> Answer:
-        """Queue the work that `read` makes. Its error becomes the result: later requests wait for
-        the number."""
+        """Queue the work which `read` makes of a request.
+
+        An error of `read` becomes the result, since later requests wait for this number.
+        """
         model_id = fields.require("model_id", str)
         number = fields.require("seq_id", int)
         _, run = self.own.run_of(model_id)

@@ -370,8 +370,10 @@ class Learner:
     def _pack(
         self, settings: Mapping[str, Any], data: list[Datum], width: int | None = None
     ) -> tuple[Batch, Callable[[Array], list[np.ndarray]]]:
-        """Pack data into rows. Returns them, and a function from [K, R, A, ...] to values of each
-        datum."""
+        """Pack data into rows.
+
+        Returns the rows, and a function from values [K, R, A, ...] to those of each datum [n, ...].
+        """
         longest = max(len(datum.tokens) for datum in data)
         if longest > self.max_length:
             raise ApiError(
@@ -411,8 +413,10 @@ def _adam_step(
     params: Params, moments: Moments, gradients: Params, settings: Mapping[str, Array]
 ) -> tuple[Params, Moments, Array, Array]:
     """Return the params and moments after a step of AdamW, the gradient's norm, and if all are
-    finite; if not, both are as before. As in torch.optim.AdamW, with gradients clipped as by
-    torch.nn.utils.clip_grad_norm_."""
+    finite; if not, both are as before.
+
+    As in torch.optim.AdamW, with gradients clipped as by torch.nn.utils.clip_grad_norm_.
+    """
     norm = optax.tree.norm(gradients)
     most = settings["grad_clip_norm"]
     clip = jnp.where(most > 0, jnp.minimum(1.0, most / (norm + 1e-6)), 1.0)

@@ -145,7 +145,10 @@ def pack(
 def _rows(
     texts: list[np.ndarray], row_multiple: int, share_prefixes: bool
 ) -> tuple[PackedRows, list[np.ndarray]]:
-    """Pack sorted texts into rows. Returns them, and each token's slot, counted over all rows."""
+    """Pack sorted texts into the rows that the model reads.
+
+    Returns the rows, and the slot of each token of each text; slots count over all rows.
+    """
     # A text that shares nothing with the one before it is the root of a new tree.
     lengths = np.asarray([len(text) for text in texts])
     shared = np.zeros_like(lengths)
@@ -195,7 +198,10 @@ def _rows(
 
 
 def _num_shared(before: np.ndarray, text: np.ndarray) -> int:
-    """Count the leading tokens in common. The last never counts, so each datum has its slot."""
+    """Count the leading tokens of `text` that the text before it has as well.
+
+    The last token never counts, so that each datum has a slot of its own.
+    """
     most = min(len(before), len(text) - 1)
     differ = np.flatnonzero(before[:most] != text[:most])
     common = int(differ[0]) if len(differ) else most

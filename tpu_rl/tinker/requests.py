@@ -104,8 +104,10 @@ def _require_ids(values: list[int], vocab_size: int, param: str, prefix: str) ->
 
 
 def _decoding(params: Fields, vocab_size: int, eos_ids: tuple[int, ...]) -> Decoding:
-    """Return the distribution of tokens, and where completions end: as the model's, or at given
-    stops."""
+    """Return the distribution of tokens, and where completions end.
+
+    Without stops, completions end as the model does; an empty list means that they do not.
+    """
     temperature = params.take("temperature", NUMBER, is_temperature)
     top_k = params.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K)
     top_p = params.take("top_p", NUMBER, lambda p: MIN_SHARE <= p <= 1)

@@ -654,7 +654,10 @@ class Service:
                     self.snapshots.drop(oldest.snapshot)
 
     def _end(self, session: Session, status: dict[str, Any]) -> None:
-        """Save a session's states and drop it; if one cannot be saved, it is tried again later."""
+        """Save the states of a session's runs, and drop everything else of it.
+
+        If one cannot be saved, the session goes on for a while, and this is tried again.
+        """
         failures = []
         for run in session.runs.values():
             if run.adapter is None or not run.adapter.steps:

@@ -94,8 +94,11 @@ class Store:
 
     @contextmanager
     def _replacement(self, path: str) -> Iterator[Path]:
-        """Yield a folder that becomes the state's when written. Raises ApiError, and leaves it as
-        before."""
+        """Yield the name of a folder, which becomes the state's when it is written.
+
+        Raises:
+            ApiError: if it cannot be written; the state is then as before.
+        """
         folder = self.folder(path)
         hidden = folder.parent / f".{folder.name}.{time.time_ns()}"
         unfinished, replaced = (hidden.with_name(hidden.name + s) for s in (UNFINISHED, REPLACED))

@@ -194,8 +194,10 @@ class _Worker:
         weakref.finalize(self, _stop, self._process)
 
     def call(self, request: dict[str, Any]) -> list[Any] | None:
-        """Return [text, error, spans], of which text or error is None; None if the process has
-        ended."""
+        """Return [text, error, spans], or None if the process has ended.
+
+        One of text and error is None.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(

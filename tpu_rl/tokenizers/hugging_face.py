@@ -158,9 +158,11 @@ def load(directory: Path) -> Tokenizer:
 
 
 def _is_plain(settings: dict[str, Any], directory: Path) -> bool:
-    """Return True if `AutoTokenizer` would take `PreTrainedTokenizerFast`. Importing it imports
-    torch, too, where that is installed, which takes seconds. Models other than Llamas may have
-    another class than the one that their files name."""
+    """Return True if `AutoTokenizer` would take `PreTrainedTokenizerFast`.
+
+    Importing it imports torch, too, where that is installed, which takes seconds. Models other than
+    Llamas may have another class than the one that their files name.
+    """
     model = directory / "config.json"
     return (
         settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -192,9 +194,12 @@ PROBES = ("How are you?\n  x = 1", "\u2115 na\u00efve")
 
 
 def _loses_more_than_file(tokenizer: Any, file: Path) -> bool:
-    """Return True if a text survives tokenizer.json, but not the tokenizer: some classes of
-    transformers 5 put a pipeline of their own in its place (huggingface/transformers issue
-    45488)."""
+    """Return True if a text survives the pipeline in tokenizer.json, but not the tokenizer.
+
+    In transformers 5 some classes put a pipeline of their own in its place. For DeepSeek's models,
+    whose tokenizer_config.json says LlamaTokenizerFast, it drops all spaces
+    (github.com/huggingface/transformers/issues/45488).
+    """
     import tokenizers as fast
 
     lost = [

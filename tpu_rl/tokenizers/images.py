@@ -339,7 +339,11 @@ def opened(source: Any, folder: Path, place: str, read: Callable[[Any], Any] | N
 
 
 def _size(image: Any) -> tuple[int, int]:
-    """Return height and width as people see a PIL image. Raises ValueError if it is too large."""
+    """Return height and width of a PIL image as people see it.
+
+    Raises:
+        ValueError: if it is too large.
+    """
     from PIL import ExifTags
 
     _check_size(image)
@@ -363,8 +367,11 @@ def _check_size(image: Any) -> None:
 
 
 def _in_rgb(image: Any) -> Any:
-    """Return a PIL image's first frame, turned as EXIF says, in RGB. Raises ValueError without
-    colors."""
+    """Return a PIL image as people see it: its first frame, turned as its EXIF data say, in RGB.
+
+    Raises:
+        ValueError: if it is too large, or its numbers have no meaning as colors.
+    """
     from PIL import Image, ImageOps
 
     _check_size(image)

@@ -61,8 +61,12 @@ def weights(
 def _written(
     decode: Decode, context: list[int], answer: list[int], text: str, overlap: int
 ) -> Callable[[int], int]:
-    """Return the function from a number of the answer's tokens to the characters of the text that
-    they write. Each is decoded with the `overlap` tokens before it: answers are long."""
+    """Return the function from a number of the answer's tokens to the characters of the text
+    that they write, of which half of one is none.
+
+    A token is decoded with the `overlap` tokens before it and no others, because an answer may
+    have tens of thousands of tokens and hundreds of spans.
+    """
     ids = context + answer
 
     def piece(first: int, count: int) -> str:

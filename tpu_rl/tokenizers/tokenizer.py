@@ -418,8 +418,10 @@ class Tokenizer:
     def _encode_answer(
         self, conversation: Conversation, index: int, message: Message
     ) -> Demonstration:
-        """Return the prompt of an answer, which may open the thought, and the answer, which closes
-        one."""
+        """Return the prompt of an answer, as it is sampled from, and the answer as it is.
+
+        A thought that the prompt opens is not opened again. An answer without a thought closes it.
+        """
         mark = conversation.mark
         prompt = conversation.render(index, True).text
         content = _as_text(conversation.messages[index].get("content"))
@@ -557,8 +559,10 @@ class Tokenizer:
     def _conversation(
         self, messages: list[Message], tools: Tools | None, rewrite: bool = True
     ) -> Conversation:
-        """Return the conversation with a system message; `rewrite` gives calls as the template
-        wants them."""
+        """Return the conversation, with the system message of the settings if it has none.
+
+        With `rewrite`, the arguments of calls are given as the template wants them.
+        """
         if self.chat_template is None:
             raise InputError(
                 "the tokenizer has no chat template, but the data hold messages",
@@ -630,8 +634,10 @@ class Tokenizer:
     def _encode_turns(
         self, text: str, turns: Sequence[Turn], learned: Sequence[Message], mark: str | None
     ) -> Demonstration:
-        """Return the ids of a rendered conversation, its turns encoded apart as the sampler writes
-        them."""
+        """Return the ids of a rendered conversation, whose turns these messages are.
+
+        A turn is encoded apart from the prompt before it, as the sampler writes it.
+        """
         ids: list[int] = []
         weights: list[float] = []
 
@@ -770,8 +776,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _call_form(self) -> _CallForm:
-        """The form of calls in the chat template: arguments as an object, or (DeepSeek V3) as JSON
-        text."""
+        """The form of calls in the chat template, found with a call of many types of values.
+
+        Templates expect arguments as an object, or (DeepSeek V3) as its JSON text.
+        """
         unread = _CallForm(None, False, "")
         for as_text in (False, True):
             arguments: Any = json.dumps(TRIED_ARGUMENTS) if as_text else TRIED_ARGUMENTS
@@ -953,8 +961,10 @@ class Tokenizer:
         return conversations.alternatives(self.control)
 
     def _encode_marked(self, text: str, mark: str | None, follows: bool = False) -> list[int]:
-        """Return a text's ids, control tokens outside of marks included; `follows`: it continues
-        another."""
+        """Return the ids of a text with its control tokens, except those between two marks.
+
+        `follows` says that the text continues another one.
+        """
         text = self._with_image_literals(text)
         pattern = conversations.alternatives(self.control, mark)
         ids: list[int] = []
@@ -976,8 +986,10 @@ class Tokenizer:
         return text if self.images is None else self.images.rendered(text)
 
     def _encode_after(self, text: str, follows_control: bool) -> list[int]:
-        """Return the ids of a text, which may follow a control token: most tokenizers add no space
-        then."""
+        """Return the ids of a text, which may follow a control token.
+
+        Most tokenizers add no space of their own after a control token.
+        """
         if not text:
             return []
         alone = self._encode_text(text)
@@ -987,8 +999,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _drops_space(self) -> bool:
-        """True if a text has other ids at the start than after a control token (sentencepiece's
-        space)."""
+        """True if a text has other ids at the very start than after a control token.
+
+        The reason is sentencepiece's leading space.
+        """
         literal = next(iter(self.control))
         ids = self.backend.encode_control(literal + "a")
         return ids is not None and ids[1:] != self._encode_text("a")

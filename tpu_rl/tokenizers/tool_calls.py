@@ -293,7 +293,10 @@ def _end_of_thought(text: str, start: int, ends: Sequence[str] | frozenset[str] 
 
 
 def _read_block(text: str, start: int, row: Format, parameters: Parameters) -> tuple[Calls, int]:
-    """Return a block's calls, and where it ends. Quoted texts may spell the closing mark."""
+    """Return the calls of a block, and where it ends.
+
+    JSON and texts in quotation marks may spell the closing mark.
+    """
     # Without a closing mark, a call ends where the next one begins.
     closing = row.closing or row.openings[0]
     calls, end = row.read_body(Body(text, _skip_space(text, start), closing, parameters))
@@ -519,8 +522,14 @@ def kind_of(value: Any) -> str:
 
 
 def _as_typed(text: str, schema: Any) -> Any:
-    """Return the value of an unquoted argument by its schema, in words of JSON or Python. Raises
-    ValueError."""
+    """Return the value of an argument that was written without quotation marks.
+
+    The schema says which of the types that it may have is meant. Words of JSON and of Python are
+    read alike: templates write both.
+
+    Raises:
+        ValueError: if the text is no value of these types.
+    """
     kinds = kinds_of(schema)
     word = text.strip()
     if "null" in kinds and word in ("null", "None"):
@@ -575,7 +584,11 @@ def _read_gemma4(text: str, start: int) -> tuple[Calls, int]:
 
 
 def _gemma4_value(text: str, position: int, depth: int) -> tuple[Any, int]:
-    """Return the value at a place, and where it ends. Raises _Unreadable if there is none."""
+    """Return the value at a place, and where it ends.
+
+    Raises:
+        _Unreadable: if there is none.
+    """
     if not depth:
         raise _Unreadable(f"its arguments are nested more than {MAX_DEPTH} deep")
     position = _skip_space(text, position)

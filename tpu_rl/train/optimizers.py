@@ -224,8 +224,11 @@ def state_bytes(config: OptimizerConfig, params: Any, matrix_axes: MatrixAxes | 
 def _weight_decay(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Return weight decay as in AdamW: optax.sgd has none, adafactor's ignores the learning rate,
-    and that of contrib.muon decays norms and biases."""
+    """Return decoupled weight decay as AdamW has it, to follow an optimizer's learning rate.
+
+    optax.sgd has none. That of optax.adafactor does not follow the learning rate, and that of
+    contrib.muon would also decay norms and biases.
+    """
     if not config.weight_decay:
         return optax.identity()
     return optax.add_decayed_weights(
@@ -236,8 +239,11 @@ def _weight_decay(
 def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, matrix_axes: MatrixAxes
 ) -> optax.GradientTransformation:
-    """Return Muon without weight decay; each matrix along axes of layers and experts is by
-    itself."""
+    """Return Muon, without weight decay.
+
+    Axes that are neither inputs nor outputs are those of layers and of experts. Each matrix along
+    them is orthogonalized by itself.
+    """
 
     def dimension_numbers(params: Any) -> Any:
         def leaf_numbers(path: Any, leaf: Any) -> contrib.MuonDimensionNumbers | None:

@@ -268,8 +268,11 @@ def _require_trees(
 
 
 def _branches(parent: np.ndarray, shared: np.ndarray) -> tuple[list[int], list[int]]:
-    """Return `_Texts.parents` and `_Texts.shared`. A row that shares no more with its parent than
-    the parent shares with its own branches off from the parent's parent."""
+    """Return `_Texts.parents` and `_Texts.shared`.
+
+    A row that shares no more with its parent than the parent shares with its own branches off from
+    the parent's parent.
+    """
     parents: list[int] = []
     lengths = shared.tolist()
     for row, ancestor in enumerate(parent.tolist()):
@@ -339,8 +342,11 @@ def _index(
     packed_shape: tuple[int, int, int, int],
     paths: bool,
 ) -> Layout:
-    """Return the index arrays of packed rows [M, K, R, S] without `key_tiles`, with `paths` those
-    too."""
+    """Return the index arrays of packed rows, without `key_tiles`.
+
+    `mask` is action_mask [N, T] and `packed_shape` is [M, K, R, S]. With `paths`, the arrays of
+    `PackedRows.paths` are among them.
+    """
     total_rows, width = mask.shape
     _, micro_batches, micro_batch_rows, row_length = packed_shape
     slots_per_step = micro_batches * micro_batch_rows * row_length
@@ -451,8 +457,10 @@ def _ends_of_subtrees(runs: list[_Run]) -> list[int]:
 def _tiles_of_paths(
     runs: list[_Run], start: int, tile_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the tiles of a group's runs: (slots of the queries, slots of the keys). `start` is the
-    slot of the packed row at which the group starts."""
+    """Yield the tiles of a group's runs: (slots of the queries, slots of the keys).
+
+    `start` is the slot of the packed row at which the group starts.
+    """
     for number, run in enumerate(runs):
         on_path = [runs[other] for other in (*run.path, number)]
         slots = np.concatenate(
@@ -480,7 +488,9 @@ def _paths(
     packed_shape: tuple[int, int, int, int],
 ) -> Paths:
     """Return `PackedRows.paths` of the tiles of each packed row: (slots of queries, slots of keys).
-    Sizes are rounded up to few values, so that few programs are compiled."""
+
+    Sizes are rounded up to few values, so that few programs are compiled.
+    """
     *counts, row_length = packed_shape
     most_tiles = max(len(tiles) for tiles in path_tiles)
     most_tiles = power_of_two(max(most_tiles, 2 * row_length // tile_size))
@@ -545,8 +555,10 @@ def _key_tiles(
 
 
 def _mark_needed_tiles(is_needed: np.ndarray, row: _PackedRow, tile_size: int) -> None:
-    """Set is_needed [tile of queries, tile of keys] within groups; the caller removes later
-    keys."""
+    """Set is_needed [tile of queries, tile of keys] where a query sees a key of the same group.
+
+    Later keys are marked too; the caller removes them.
+    """
 
     def tiles_of(start: int, length: int) -> slice:
         return slice(start // tile_size, _ceil_div(start + length, tile_size))
@@ -562,7 +574,10 @@ def _mark_needed_tiles(is_needed: np.ndarray, row: _PackedRow, tile_size: int) -
 
 
 def _tile_size(row_length: int) -> int | None:
-    """Return the divisor of a row's length nearest to TILE, from TILE / 2 to 2 TILE, or None."""
+    """Return the divisor of a row's length that is nearest to TILE.
+
+    None if there is no divisor between TILE / 2 and 2 TILE.
+    """
     sizes = [size for size in range(TILE // 2, 2 * TILE + 1) if row_length % size == 0]
     return min(sizes, key=lambda size: abs(size - TILE), default=None)
 

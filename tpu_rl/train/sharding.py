@@ -142,7 +142,10 @@ def make_mesh(
 
 
 def _arrange_devices(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    """Return the devices as an array of `sizes`, neighbors linked where possible."""
+    """Return the devices as an array of `sizes`.
+
+    Neighbors in the array are physically linked where possible.
+    """
     slices = 1
     if devices[0].platform == "tpu":
         slices = _num_slices(devices)
@@ -230,8 +233,11 @@ def fill_torus(devices: Sequence[Any]) -> bool:
 
 
 def _nearest_sizes(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """Return the three factorizations of `count` nearest to `sizes` in log ratios; expert and
-    context 1 stay."""
+    """Return the three factorizations of `count` that are nearest to `sizes`.
+
+    The distance is the sum over axes of the absolute log ratio of sizes. An expert or context axis
+    of size 1 stays 1.
+    """
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     later_choices = [[1] if size == 1 else divisors for size in sizes[3:]]
     candidates: list[tuple[int, ...]] = []
@@ -429,7 +435,10 @@ def to_host(tree: Any) -> Any:
 
 @functools.cache
 def _replicate(replicated: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Return a jitted identity with the sharding, cached lest it be compiled at every call."""
+    """Return a jitted identity whose result has the given sharding.
+
+    Cached, because a new jitted function would be compiled again at every call.
+    """
     return jax.jit(lambda array: array, out_shardings=replicated)
 
 

@@ -482,7 +482,10 @@ def _new_where(condition: Array, new: Any, old: Any) -> Any:
 
 
 def _move_offloaded(state: TrainState, shardings: TrainState, memory_kind: str) -> TrainState:
-    """Move optimizer leaves that `shardings` stores on the host to a kind of memory, inside jit."""
+    """Move the optimizer leaves that are stored in host memory to the given kind of memory.
+
+    Runs inside jit. `shardings` says which leaves are stored on the host.
+    """
 
     def move(leaf: Array, leaf_sharding: Sharding) -> Array:
         if not sharding.is_on_host(leaf_sharding):
@@ -556,7 +559,10 @@ def _accumulate_probed(
     batch: Any,
     cast_to_compute_dtype: Callable[[Params], Params],
 ) -> tuple[Array, Metrics, Params, Metrics]:
-    """Do as `accumulate` with a probe in the params. Returns its metrics over the step, too."""
+    """Do the same as `accumulate`, with a probe in the params.
+
+    Also returns the metrics of the probe over the entire step.
+    """
 
     # The probe's leaves travel beside the params, as pairs (params, probe leaves), so that
     # `accumulate` differentiates the loss for both.
@@ -585,7 +591,10 @@ def _accumulate_probed(
 
 
 def _measure(loss_of: Callable[..., Any], params: Params, leaves: Params, batch: Any) -> Params:
-    """Return the gradient of the probe's leaves, summed over micro-batches: forward passes only."""
+    """Return the gradient of the probe's leaves alone, summed over micro-batches.
+
+    It does not depend on the loss, so this costs no more than forward passes.
+    """
 
     def add_micro_batch(total: Params, micro_batch: Any) -> Params:
         measured, _ = jax.grad(lambda leaves: loss_of((params, leaves), micro_batch), has_aux=True)(

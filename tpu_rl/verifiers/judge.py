@@ -238,8 +238,10 @@ def _points(columns: Mapping[str, Sequence[Any]], name: str) -> list[list[tuple[
 
 
 def _total(shares: Sequence[tuple[Share, float]]) -> Share:
-    """Return the share of points earned, [0, 1]: 0 of nothing, or the first failure or missing
-    verdict."""
+    """Return the share of the points that were earned, in [0, 1]: 0 of nothing.
+
+    A failure or a missing verdict is passed on.
+    """
     values = []
     for share, points in shares:
         if not isinstance(share, float):

@@ -84,8 +84,10 @@ _HEDGE = re.compile(r"[0-9]\W*\bor\W*\Z")
 
 
 def _parse_truth(truth: str) -> list[Any]:
-    r"""Return a parsed ground truth, LaTeX as a whole without marks: in a text, 2\sqrt{3} would be
-    2."""
+    r"""Return a parsed ground truth.
+
+    Without marks it is LaTeX as a whole. Searched as a text, 2\sqrt{3} would be a 2.
+    """
     truth = _without_dollars(truth)
     if any(mark in truth for mark in LATEX_MARKS):
         return parse(truth)

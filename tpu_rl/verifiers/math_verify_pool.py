@@ -71,7 +71,10 @@ def math_answers(groups: Sequence[Sequence[str]]) -> list[list[Any] | RewardFail
 
 @functools.cache
 def _start(function: str) -> Pool:
-    """Return the program's workers for a function of math_equivalence.py."""
+    """Return the workers that run a function of math_equivalence.py.
+
+    The whole program shares them.
+    """
     if importlib.util.find_spec("math_verify") is None:
         raise MachineError("math-verify is not installed", fix='pip install "tpu_rl[math]"')
     try:

@@ -116,7 +116,11 @@ def _gold(places: dict[str, int], value: Any) -> set[int]:
 
 @functools.lru_cache(4)
 def _load(file: str) -> Documents:
-    """Read and index documents. Raises InputError for a file or line that cannot be read."""
+    """Read and index documents.
+
+    Raises:
+        InputError: if the file cannot be read, or a line is no document.
+    """
     path = Path(file).expanduser()
     if not path.is_file():
         raise InputError(

@@ -129,8 +129,11 @@ def _gold_rows(database: str, query: str) -> list[Row]:
 
 
 def _rows(database: str, query: str) -> list[Row] | None:
-    """Return a query's rows without rounding errors, None for too many. Raises what SQLite
-    raises."""
+    """Return the rows of a query, numbers without rounding errors; None for too many.
+
+    Raises:
+        Exception: whatever SQLite raises.
+    """
     connection = _open(database)
     deadline = time.monotonic() + SECONDS
     connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)

@@ -65,8 +65,10 @@ def quality(code: str, entry_point: str) -> float:
 
 
 def _asserts(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield statements that assert, and calls as self.assertEqual(...). Of `with
-    pytest.raises(...)` this is the whole statement: what raises is in its body."""
+    """Yield statements that assert, and calls as self.assertEqual(...).
+
+    Of `with pytest.raises(...)` this is the whole statement: what raises is in its body.
+    """
     contexts: list[ast.expr] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.With | ast.AsyncWith):

@@ -164,8 +164,10 @@ def _is_path(name: str, source: str) -> bool:
 def _unread(
     value: Any, path: str, sources: set[str], words: set[str], only: Sequence[str] | None
 ) -> list[str]:
-    """Return the paths in an object whose values no source names and no text has. With `only`,
-    those alone that end with such a key."""
+    """Return the paths in an object whose values no source names and no text has.
+
+    With `only`, those alone that end with such a key.
+    """
     if path in sources or value in (None, "", [], {}):
         return []
     if isinstance(value, str) and any(_is_path(path, source) for source in sources):

@@ -339,7 +339,10 @@ def _choose_slots(
     memory: int | None,
     sampler_devices: tuple[Any, ...],
 ) -> ExperimentConfig:
-    """Return the configuration with --sampling.max-num-seqs: more slots take fewer decode steps."""
+    """Return the configuration with a value for --sampling.max-num-seqs.
+
+    More slots take fewer decode steps, each of which reads the weights once.
+    """
     if config.sampling.max_num_seqs or memory is None:
         return config
     stages = _stages_that_sample(config, model, mesh, sampler_devices)
@@ -441,7 +444,11 @@ def _choose_sampling(
 
 
 def _fastest(needs: Mapping[int, _Need], memory: int) -> _Choice | None:
-    """Return the smallest of the fastest tensor parallelisms that fit, by known times, or None."""
+    """Return the fastest tensor parallelism that fits, or None.
+
+    It is the smallest of those that are as fast, or of all if no time is known: whatever is split
+    further, devices must exchange.
+    """
     fitting = {size: need for size, need in needs.items() if need.fits(memory)}
     if not fitting:
         return None
@@ -533,8 +540,10 @@ def _sizes(stages: Sequence[StagePlan], num_devices: int) -> list[int]:
 
 
 def _need(stages: Sequence[StagePlan], size: TensorParallel, own_tokens: bool) -> _Need:
-    """Return the bytes of the fullest stage, and the time of the slowest. With `own_tokens`, each
-    row reads its own tokens of the cache (see `decode_attention`)."""
+    """Return the bytes of the fullest stage, and the time of the slowest.
+
+    With `own_tokens`, each row reads its own tokens of the cache (see `decode_attention`).
+    """
     needs = [_stage_need(planned, size, own_tokens) for planned in stages]
     times = [need.seconds for need in needs if need.seconds is not None]
     # Evaluations need more memory than rollouts with quantized weights.
@@ -610,8 +619,10 @@ def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _
 def _cache_bytes(
     policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int, lanes: int
 ) -> list[int]:
-    """Return the bytes of a cache's leaves on one device, with widths padded to `lanes` as on
-    TPUs."""
+    """Return the bytes of a cache's leaves on one device: of its share of rows and heads.
+
+    On TPUs, widths are padded to a multiple of `lanes`, because programs may store them so.
+    """
     devices = math.prod(mesh.shape[axis] for axis in sharding.rules(mesh)["slots"])
     rows = math.ceil(rows / devices) * devices
     cache = jax.eval_shape(lambda: policy.init_cache(params, rows, tokens))

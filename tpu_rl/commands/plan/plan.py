@@ -249,8 +249,10 @@ def compiler_gpu(card: Card) -> Any:
 
 
 def _split_topology(named: Topology) -> SplitDevices:
-    """Return a function that cuts the devices in two topologies, as the compiler needs them
-    whole."""
+    """Return a function that cuts the devices of a topology in two topologies.
+
+    The compiler compiles for whole topologies only, and so for each part as if it were alone.
+    """
     from tpu_rl.train import sharding
 
     dimensions = named.shape.count("x") + 1

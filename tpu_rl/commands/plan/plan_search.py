@@ -274,9 +274,13 @@ def _sampler_counts(target: Target) -> list[int]:
 def _search_shared(
     config: ExperimentConfig, target: Target, model: Model, say: Say
 ) -> Candidate | None:
-    """Return the fastest configuration, by estimate, that fits; None if none does. Meshes and
-    micro-batches are ranked by the time of learning; for the first that fits, it then tries to keep
-    products in memory, and other ways to sample."""
+    """Return the fastest configuration, by estimate, of those that fit; None if none does.
+
+    Candidates are other meshes and micro-batches of the same run, ranked by the time of learning.
+    For the fastest that fits, the search then tries to keep matrix products in memory, and other
+    ways to sample. Tensor parallelism grows only as long as it does not make learning slower: what
+    it sends between devices grows with every halving.
+    """
     fitting: list[Candidate] = []
     for tensor, group in itertools.groupby(
         candidates(config, target, model), lambda candidate: candidate.mesh.tensor

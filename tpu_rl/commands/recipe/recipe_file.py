@@ -303,7 +303,11 @@ class _Reader:
 
 
 def _keep(values: Any, where: str) -> Keep:
-    """Return the rule of a filter. Raises InputError for a wrong type or range, or no effect."""
+    """Return the rule of a filter.
+
+    Raises:
+        InputError: if a value has another type or range, or would change nothing.
+    """
     values = _mapping(values, "keep", where)
     names = {field.name.replace("_", "-"): field for field in fields(Keep)}
     _require_keys(values, tuple(names), f"{where}, keep")
@@ -326,8 +330,11 @@ def _keep(values: Any, where: str) -> Keep:
 
 
 def _flags(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return flag, in one spelling -> value. Raises InputError for an unknown flag, or one given
-    twice."""
+    """Return flag, in one spelling -> value of a mapping of flags.
+
+    Raises:
+        InputError: if a key is no flag, or a flag stands twice, `model` and `model.path` included.
+    """
     flags = {yaml_flags.flag_name(k): value for k, value in yaml_flags.flat(values, where).items()}
     if "run-dir" in flags:
         raise InputError("run-dir is the recipe's", where=where, fix="leave it out of stages")

@@ -86,7 +86,10 @@ def _example(title: str, tokens: Any, mask: Any, index: int, tokenizer: Tokenize
 
 
 def _noted(title: str, tokens: Any, notes: Sequence[str], tokenizer: Tokenizer) -> Example:
-    """Return tokens as text, neighbors of one note together, without the padding after the last."""
+    """Return tokens as text, with neighbors of the same note together.
+
+    Padding follows the last noted token of a row of an array, and is left out.
+    """
     ids = [int(token) for token in tokens]
     last = max((i for i, note in enumerate(notes) if note), default=len(ids) - 1)
     while not any(notes) and last > 0 and ids[last] == tokenizer.pad_id:

@@ -73,8 +73,13 @@ def grade(scored: Scored) -> tuple[Pairs, int]:
 
 
 def _graded(scored: Scored, rows: np.ndarray, is_valid: np.ndarray) -> Pairs:
-    """Return rows [N] of a rollout, each graded by itself. Those not `is_valid` [N] have no
-    actions."""
+    """Return some rows of a rollout, each graded by itself. Invalid rows have no actions.
+
+    Args:
+        scored: the completions.
+        rows: [N] indices into them.
+        is_valid: [N] bool.
+    """
     rollout = scored.rollout
     arrays: dict[str, Any] = {
         "tokens": np.asarray(rollout.tokens)[rows],

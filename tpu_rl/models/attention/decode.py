@@ -276,8 +276,10 @@ def _on_devices(
     sinks: Array | None,
     *operands: Any,
 ) -> Array:
-    """Return the attention of `decode_attention` by rows and heads; `group` query heads read a KV
-    head."""
+    """Return the attention of `decode_attention`, where each device computes its rows and heads.
+
+    `group` query heads read one KV head.
+    """
     query_spec = sharding.spec(("slots", None, "heads", None), query.shape, mesh)
     leaf_specs = [sharding.spec(LEAF_AXES[: leaf.ndim], leaf.shape, mesh) for leaf in leaves]
     row_spec = PartitionSpec(query_spec[0])

@@ -181,7 +181,10 @@ def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array, end:
 
 
 def _groups_of_part(prompt: Array, blocks: Array) -> Groups:
-    """Return the groups of rows [B] by sums over pairs of rows: sorts and gathers take longer."""
+    """Return the groups of the rows [B] of one part, from their prompts and whole blocks of them.
+
+    All numbers are sums over pairs of rows: no sort, and no gather or scatter, which take longer.
+    """
     number = jnp.arange(len(prompt))
     is_earlier = number[None, :] < number[:, None]
     has_blocks = (blocks > 0)[:, None] & (blocks > 0)[None, :]
@@ -247,10 +250,13 @@ class _SumsRef(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of the rows, as a step of the grid sees it, and the list of its visits: the blocks of
-    each group (entries below `rows` are positions of groups), then those of each row (entry -
-    rows). Methods take `groups` where a visit may be of a group, else None, which needs fewer
-    numbers."""
+    """A part of the rows, as a step of the kernel's grid sees it, and the list of its visits.
+
+    The visits form one list: first the blocks of each group (entries below `rows` are positions of
+    groups), then the blocks of each row (entry - rows is the row). Methods take `groups` where a
+    visit may be of a group, and None where it is of a row: most visits are, and need fewer numbers
+    then.
+    """
 
     visits: Visits
     config: DecodeConfig
@@ -331,7 +337,10 @@ class _Part(NamedTuple):
         return _Visit(entry, block, jnp.int32(0), jnp.int32(0))
 
     def following(self, visit: _Visit, groups: Groups | None) -> _Visit:
-        """Return the next block of the entry, or the first of the next one. Buffers are a ring."""
+        """Return the next block of the same entry, or the first block of the next entry.
+
+        Buffers are used in a ring.
+        """
         visits = self.visits
         _, last_block = self.row_blocks(self.row_of(visit))
         next_entry = visit.entry + 1
@@ -365,8 +374,11 @@ class _Part(NamedTuple):
     # Copies from main memory to the chip's vector memory.
 
     def copies(self, visit: _Visit, groups: Groups | None) -> list[Any]:
-        """Return the copies of a block of keys and values [K, block, E]: the tokens [start, start +
-        size) that a row sees, or of a group whole blocks of one member's cache."""
+        """Return the copies of a block of keys and values [K, block, E].
+
+        Only the tokens [start, start + size) that the row sees are copied. A group sees whole
+        blocks, in the cache of one of its members.
+        """
         visits = self.visits
         row = self.base + self.row_of(visit)
         start, size = read_range(visits, self.first[row], self.end[row], visit.block)
@@ -566,9 +578,11 @@ def _visit_groups(
     visit: _Visit,
     loading: _Visit,
 ) -> tuple[_Visit, _Visit]:
-    """Visit the blocks that groups share, and keep the sums of each row in `row_sums`. Queries of
-    MEMBERS members, [MEMBERS G, E], are multiplied with a block at once. `rooms` are for queries
-    and sums of a group. Returns the visit after them, and the next one to load."""
+    """Visit the blocks that groups share, and keep the sums of each row in `row_sums`.
+
+    Queries of MEMBERS members, [MEMBERS G, E], are multiplied with a block at once. `rooms` are
+    for queries and sums of a group. Returns the visit after them, and the next one to load.
+    """
     visits = part.visits
     queries, *sums_rooms = rooms
     group_sums = _SumsRef(*sums_rooms)

@@ -268,8 +268,11 @@ def _step(commit: Array | None, carry: _Carry, chunk: _Chunk) -> tuple[_Carry, A
 
 @jax.custom_vjp
 def _inverse(lower: Array) -> Array:
-    """Invert 1 + lower, strictly lower triangular [..., C, C], C a power of two, by doubling its
-    diagonal blocks."""
+    """Return the inverse of 1 + lower, for strictly lower triangular matrices [..., C, C].
+
+    It doubles the size of the blocks on the diagonal that are inverted, as substitution by blocks
+    does. C is a power of two.
+    """
     size = lower.shape[-1]
     row = jnp.arange(size)[:, None]
     column = jnp.arange(size)[None, :]

@@ -113,8 +113,11 @@ def _is_sharded(mesh: AbstractMesh) -> bool:
 def _per_device(
     function: Any, config: FlashConfig, operands: tuple[Any, ...], in_specs: Any, out_specs: Any
 ) -> Any:
-    """Return function(config, *operands) of each device's shards. Call it inside of a custom
-    gradient: jax's rule for shard_map would sum over devices that hold the same values."""
+    """Return function(config, *operands), computed by each device for its shards.
+
+    Call it inside of a custom gradient and not around one: jax's own rule for the gradient of
+    shard_map would sum over the devices that hold the same values.
+    """
     if not _is_sharded(jax.sharding.get_abstract_mesh()):
         return function(config, *operands)
     on_shards = functools.partial(function, config)
@@ -132,8 +135,10 @@ def _attend(
     queries: TokenIndex,
     keys: TokenIndex,
 ) -> tuple[Array, Array]:
-    """Return the attention [B, H, T, E] of query to key and value [B, K, S, E], and the log-sum-exp
-    of scores, [B, H, 1, T] float32."""
+    """Return the attention [B, H, T, E] of query [B, H, T, E] to key and value [B, K, S, E].
+
+    The second result is the log-sum-exp of the scores, [B, H, 1, T] float32.
+    """
     return _attend_forward(config, axes, query, key, value, queries, keys)[0]
 
 
@@ -177,8 +182,10 @@ def _attend_backward(
 def _own_gradients(
     token_axes: tuple[str, ...], config: FlashConfig, *operands: Any
 ) -> tuple[Array, ...]:
-    """Return the gradients of the queries, keys and values of a device's own tokens. Each device
-    along the mesh axes `token_axes` has a part of those of keys and values, in float32."""
+    """Return the gradients of the queries, keys and values of a device's own tokens.
+
+    Each device along the mesh axes `token_axes` has a part of those of keys and values, in float32.
+    """
     if not token_axes:
         return flash_kernels.gradients(config, *operands)
     of_query, *parts = flash_kernels.gradients(config, *operands, dtype=jnp.float32)

@@ -209,8 +209,11 @@ def causal_blocks(config: FlashConfig, grid: Grid) -> CausalBlocks:
 
 
 def _blocks_to_load(visible: Array) -> Array:
-    """Return [..., n] int32, the block in memory in each of n steps: its own if it is visible [...,
-    n], else the last visible one before it, or the next, so that none is loaded in vain; else 0."""
+    """Return [..., n] int32, the block that is in memory in each of n steps, for visible [..., n].
+
+    It is the step's own block if that is visible, else the last visible one before it, or the first
+    one that will be, so that no block is loaded in vain. If none is visible, it is block 0.
+    """
     steps = jnp.arange(visible.shape[-1], dtype=jnp.int32)
     latest = jax.lax.cummax(jnp.where(visible, steps, -1), axis=visible.ndim - 1)
     first = jnp.argmax(visible, axis=-1, keepdims=True).astype(jnp.int32)
@@ -239,8 +242,10 @@ def dot(a: Array, b: Array, dimension_numbers: Any) -> Array:
 
 
 def _chunks(size: int, compute: Any) -> Iterator[tuple[slice, Any]]:
-    """Yield a block's chunks with compute(chunk), which has begun for the next: products need not
-    wait."""
+    """Yield each chunk of a block of this size with its compute(chunk).
+
+    The next chunk is computed before a chunk is yielded, so that its products need not wait.
+    """
     step = min(chip()[0].chunk, size)
     parts = [slice(start, start + step) for start in range(0, size, step)]
     ahead = compute(parts[0])
@@ -255,9 +260,11 @@ def _block_scores(
     config: FlashConfig, query: Array, key: Array, index: tuple[Array, Array] | None
 ) -> tuple[Array, Array | float]:
     """Return the scores [keys, queries] of a block, and their derivative by the uncapped scores.
+
     Scores are the logarithms of weights to the base of 2, which is what the chip can exponentiate.
     They are MASKED where a query does not attend to a key. `index` is the stacked fields of
-    `TokenIndex`, [4, queries] and [keys, 4]. None: every query attends to every key."""
+    `TokenIndex`, [4, queries] and [keys, 4]. None: every query attends to every key.
+    """
     scores = dot(key, query, A_BT)
     derivative = 1.0
     if config.softcap is None:
@@ -291,9 +298,12 @@ def _forward_kernel(
     total: Any,
     weighted: Any,
 ) -> None:
-    """Attend one block of queries to its blocks of keys. The outputs are the attention and the
-    log-sum-exp of the scores. `maximum`, `total` and `weighted` are scratch: the largest score so
-    far, and the sums of weights and weighted values relative to it."""
+    """Attend one block of queries to its blocks of keys.
+
+    The outputs are the attention and the log-sum-exp of the scores. `maximum`, `total` and
+    `weighted` are scratch: the largest score so far, and the sums of weights and weighted values
+    relative to it.
+    """
     step = pl.program_id(3)
     last = pl.num_programs(3) - 1
 
@@ -344,7 +354,9 @@ def _score_gradients(
     config: FlashConfig, operands: tuple[Any, ...], saved: Saved, is_masked: bool
 ) -> Iterator[tuple[slice, Array, Array]]:
     """Yield chunks of a block's keys, with weights and gradients of their scores, [keys, queries].
-    The gradients are those before scale and cap."""
+
+    The gradients are those before scale and cap.
+    """
     query_index, key_index, query, key, value = operands
 
     def products(part: slice) -> tuple[Array, Array | float, Array]:
@@ -395,9 +407,12 @@ def _key_value_gradient_kernel(
     *refs: Any,
     query_total: Any = None,
 ) -> None:
-    """Compute the gradients of one block of keys and values. The steps run over the blocks of
-    queries of all heads that share the keys. `query_total` [steps, E, queries] is for
-    `_gradients_kernel`: the sums to which the gradient of each step's queries is added."""
+    """Compute the gradients of one block of keys and values.
+
+    The steps run over the blocks of queries of all heads that share the keys. `query_total`
+    [steps, E, queries] is for `_gradients_kernel`: the sums to which the gradient of each step's
+    queries is added.
+    """
     operands = refs[:5]
     saved = Saved(*refs[5:8])
     key_gradient, value_gradient, key_total, value_total = refs[8:]
@@ -430,9 +445,11 @@ def _key_value_gradient_kernel(
 def _gradients_kernel(
     config: FlashConfig, num_blocks: int, loaded: Any, index_loaded: Any, *refs: Any
 ) -> None:
-    """Compute the gradients of one block of keys and values, and add to those of all queries. The
-    scratch holds the sums for the queries of all heads that share the keys, until the last block of
-    keys has been added."""
+    """Compute the gradients of one block of keys and values, and add to those of all queries.
+
+    The scratch holds the sums for the queries of all heads that share the keys, until the last
+    block of keys has been added.
+    """
     inputs = refs[:8]
     query_gradient, *of_keys, query_total, key_total, value_total = refs[8:]
     block, step = pl.program_id(2), pl.program_id(3)
@@ -460,8 +477,11 @@ def _gradients_kernel(
 
 
 def _visit(num_blocks: int, loaded: Any, index_loaded: Any, compute: Any) -> None:
-    """Call compute(is_masked) if the block in memory is that of this step. The steps of a grid
-    cycle through `num_blocks` blocks. A block needs a mask if its index is in memory, too."""
+    """Call compute(is_masked) if the block in memory is that of this step.
+
+    The steps of a grid cycle through `num_blocks` blocks. A block needs a mask if its index is in
+    memory, too.
+    """
     row, block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     step_block = step % num_blocks
     is_visible = _loaded_block(num_blocks, loaded, row, block, step) == step_block
@@ -471,7 +491,10 @@ def _visit(num_blocks: int, loaded: Any, index_loaded: Any, compute: Any) -> Non
 
 
 def _loaded_block(num_blocks: int, loaded: Any, row: Any, block: Any, step: Any) -> Any:
-    """Return `_blocks_to_load` at [row, block, step % num_blocks]; scalar memory has it flat."""
+    """Return `_blocks_to_load` at [row, block, step % num_blocks].
+
+    `loaded` is flat, because scalar memory pads further dimensions.
+    """
     return loaded[(row * pl.num_programs(2) + block) * num_blocks + step % num_blocks]
 
 
@@ -489,9 +512,11 @@ class _BlockSpecs(NamedTuple):
 
 
 def _block_specs(grid: Grid, locate: Any) -> _BlockSpecs:
-    """Return the blocks of a grid's steps. `locate` is (row, head of the grid, block, step, loaded,
-    index_loaded) -> (head, block of queries, key-value head, block of keys, block of the queries'
-    index, block of the keys' index)."""
+    """Return the blocks of a grid's steps.
+
+    `locate` is (row, head of the grid, block, step, loaded, index_loaded) -> (head, block of
+    queries, key-value head, block of keys, block of the queries' index, block of the keys' index).
+    """
     query_block = grid.query_block
     key_block = grid.key_block
     head_dim = grid.head_dim
@@ -541,7 +566,9 @@ def _steps_over_keys(grid: Grid) -> tuple[_Steps, _BlockSpecs]:
 
 def _steps_over_queries(grid: Grid) -> tuple[_Steps, _BlockSpecs]:
     """Return the grid of each key-value head's blocks of keys, which steps over blocks of queries.
-    It steps over the blocks of all heads that share the keys, one head after the other."""
+
+    It steps over the blocks of all heads that share the keys, one head after the other.
+    """
     group = grid.num_heads // grid.num_kv_heads
 
     def locate(row: Any, kv_head: Any, block: Any, step: Any, *loaded: Any) -> tuple[Any, ...]:
@@ -576,9 +603,11 @@ def _call(
     blocks_are_parallel: bool = True,
     vector_bytes: int | None = None,
 ) -> Any:
-    """Return a call of a kernel, which computes `products` matrix products per block of scores. It
-    states their cost, and the cycles that it is expected to take, for the planner. vector_bytes is
-    the vector memory that it may take. None: the compiler's default."""
+    """Return a call of a kernel, which computes `products` matrix products per block of scores.
+
+    It states their cost, and the cycles that it is expected to take, for the planner.
+    vector_bytes is the vector memory that it may take. None: the compiler's default.
+    """
     edges = steps.heads * steps.blocks
     if not blocks_are_parallel:
         # The fused kernel has first and last steps of blocks of queries, too.
@@ -791,8 +820,11 @@ def fused_gradients(
 def _index_operands(
     kinds: BlockKinds, queries: TokenIndex, keys: TokenIndex
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the kernels' first operands. They are the blocks to load, and those whose index to
-    load, flat, for scalar memory; and the indices of queries [B, 4, T] and keys [B, S, 4]."""
+    """Return the kernels' first operands.
+
+    They are the blocks to load, and those whose index to load, flat, for scalar memory; and the
+    indices of queries [B, 4, T] and keys [B, S, 4].
+    """
     loaded = _blocks_to_load(kinds.visible)
     index_loaded = _blocks_to_load(kinds.visible & ~kinds.full)
     return (loaded.reshape(-1), index_loaded.reshape(-1), jnp.stack(queries, 1), jnp.stack(keys, 2))

@@ -128,9 +128,16 @@ def _refuse_remote_code(source: Mapping[str, Any], path: Path) -> None:
 
 
 def _num_known_tokens(directory: Path, size: int) -> int:
-    """Return the number of ids that tokenizer.json knows, or `size`, the embedding's rows, without
-    it. Special tokens may lie beyond, as Gemma 3's image token. Raises InputError if ordinary text
-    does: reading it would give another token's row."""
+    """Return the number of ids that tokenizer.json knows, added tokens included.
+
+    Without that file, or without a vocabulary in it, this is `size`, the number of rows of the
+    embedding. Special tokens may have ids beyond `size`, as the image token of Gemma 3 does,
+    because text never becomes one.
+
+    Raises:
+        InputError: ordinary text has ids beyond `size`. Reading them would give another token's
+            row.
+    """
     path = directory / "tokenizer.json"
     if not path.exists():
         return size
@@ -159,7 +166,11 @@ def _num_known_tokens(directory: Path, size: int) -> int:
 
 
 def _tile_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the ids of the control tokens around tiles of images. Raises InputError."""
+    """Return the ids of the control tokens around tiles of images.
+
+    Raises:
+        InputError: tokenizer.json is not readable.
+    """
     path = directory / "tokenizer.json"
     tokenizer = untrusted_files.read_json(path) if path.exists() else {}
     try:
@@ -362,8 +373,10 @@ def file_dtype(directory: Path) -> str:
 def _model_tensors(
     directory: Path, has_vision: bool = False
 ) -> dict[str, StoredTensor | Mxfp4Tensor]:
-    """Return the tensors of the language model by a text model's names; `has_vision` adds the
-    tower's."""
+    """Return the tensors of the language model, by the names that a text model has for them.
+
+    With `has_vision`, also those that read images.
+    """
     tensors = {}
     for name, tensor in mxfp4.join(safetensors_files.find_tensors(directory)).items():
         plain_name = families.plain_name(name)
@@ -421,7 +434,10 @@ def _with_finite_bounds(name: str, weight: np.ndarray) -> np.ndarray:
 def _require_finite(
     directory: Path, stored: Mapping[str, StoredTensor | Mxfp4Tensor], params: Params
 ) -> None:
-    """Check that no weight, or scale of a quantized one, is NaN or infinite."""
+    """Check that no weight is NaN or infinite, which a run would only notice after a step.
+
+    A matrix that was quantized has such a scale then.
+    """
     if _all_finite(params):
         return
     names = [
@@ -456,8 +472,10 @@ def _read_weight(
     shape: tuple[int, ...],
     weight_sharding: Sharding,
 ) -> Array:
-    """Read one weight of a layer, of one part or one per expert, as far as this process holds
-    it."""
+    """Read the weight `name` of one layer, or outside of layers, to its devices.
+
+    `parts` is one part, or one for each expert. This process reads only what it holds.
+    """
     is_expert = name in EXPERT_MATRICES and len(parts[0].location.shape) < len(shape)
     views = [part.read(shape[1:] if is_expert else shape) for part in parts]
 
@@ -567,8 +585,10 @@ Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 def _file_dtype(
     config: DecoderConfig, params: Params, file_tensor: FileTensor, dtype: str | None
 ) -> np.dtype:
-    """Return the dtype of a tensor in the file: `dtype`, or that of the params; `param_dtype` if
-    quantized."""
+    """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None.
+
+    Quantized matrices are written whole, in `param_dtype` then.
+    """
     path = file_tensor.locations[0].path
     if dtype is None and config.weight_dtype is not None and path[-1] in QUANTIZED:
         return np.dtype(jnp.dtype(config.param_dtype))
@@ -578,8 +598,11 @@ def _file_dtype(
 
 
 def _cast(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return a tensor in the dtype of the file. Raises InputError if a number is too large for
-    it."""
+    """Return a tensor in the dtype of the file.
+
+    Raises:
+        InputError: a finite number is too large for it.
+    """
     if tensor.dtype == dtype:
         return tensor
     with np.errstate(over="ignore"):
@@ -624,7 +647,10 @@ def assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
 def _gather_tensors(
     config: DecoderConfig, file_tensors: Mapping[str, FileTensor], names: list[str], params: Params
 ) -> Iterator[np.ndarray]:
-    """Yield named tensors in Hugging Face's layout on the host; all processes iterate together."""
+    """Yield the named tensors in Hugging Face's layout, one at a time, on the host.
+
+    A collective operation: all processes must iterate together.
+    """
     from jax.experimental import multihost_utils
 
     def gather(location: WeightLocation) -> np.ndarray:

@@ -642,8 +642,11 @@ def read_config(
 
 
 def _with_defaults(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with its family's defaults. Raises InputError for fields it cannot
-    have."""
+    """Return the fields of a configuration with the defaults of its family.
+
+    Raises:
+        InputError: a field is missing, out of range or not supported.
+    """
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
     hf |= {field: None for field in NULLABLE if field in source and source[field] is None}
     missing = [field for field in REQUIRED if field not in hf]
@@ -668,7 +671,11 @@ def _with_defaults(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the language model's configuration. Raises InputError if it is not of `FAMILIES`."""
+    """Return the configuration of the language model: `source`, or the one inside it.
+
+    Raises:
+        InputError: the architecture is not one of `FAMILIES`.
+    """
     from tpu_rl.models.vision import qwen_files, square_files
 
     model_type = source.get("model_type")
@@ -817,9 +824,14 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> Attention
 
 
 def _read_full_heads(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> FullHeads | None:
-    """Return the heads of Gemma 4's full layers, None for other families. transformers writes
-    `per_layer_config` in place of published fields. Raises InputError if layers of a type
-    differ."""
+    """Return the heads of Gemma 4's full layers, or None for other families.
+
+    Published files have sizes of their own for these layers. transformers writes
+    `per_layer_config` in their place, which has what differs in each layer.
+
+    Raises:
+        InputError: a size is out of range, or layers of one type differ.
+    """
     if "global_head_dim" not in hf:
         return None
     sizes = {"head_dim": hf["global_head_dim"]}
@@ -846,8 +858,11 @@ def _read_full_heads(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> Ful
 
 
 def _read_small_gemma4(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that E2B and E4B have, none for others. Raises
-    InputError."""
+    """Return the fields of `DecoderConfig` that E2B and E4B have, nothing for other families.
+
+    Raises:
+        InputError: a size is out of range.
+    """
     if "num_kv_shared_layers" not in hf:
         return {}
     fields: dict[str, Any] = {}
@@ -880,7 +895,11 @@ def _read_small_gemma4(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> d
 
 
 def _read_delta(hf: Mapping[str, Any]) -> DeltaConfig:
-    """Return the linear attention of a configuration. Raises InputError for biases and the like."""
+    """Return the linear attention of a configuration.
+
+    Raises:
+        InputError: a size is out of range, or biases or another activation are wanted.
+    """
     sizes = {
         "key_heads": "linear_num_key_heads",
         "value_heads": "linear_num_value_heads",

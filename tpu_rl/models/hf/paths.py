@@ -37,8 +37,10 @@ def find_configuration(path: str | Path) -> Path:
 
 
 def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
-    """Return the directory at `path`, or a hub id's snapshot with the files of `patterns`, of which
-    one that is in the cache must have a file that matches `required`."""
+    """Return the directory at `path`, or the snapshot of a hub id with the files of `patterns`.
+
+    A snapshot in the local cache counts only if it has a file that matches `required`.
+    """
     if gcs.is_address(str(path)):
         return local_copies.folder(str(path), patterns, required)
     directory = Path(path).expanduser()

@@ -191,8 +191,11 @@ def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTens
 
 
 def _is_shared(path: Path, model: Model) -> bool:
-    """Return True if parts of fused tensors share their A. Raises InputError for other ranks and
-    scales."""
+    """Return True if the parts of fused tensors share their A (see `_adapter_tensors`).
+
+    Raises:
+        InputError: modules have ranks or scales of their own that `save_adapters` does not write.
+    """
     source = untrusted_files.read_json(path)
     stated = {name: source.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     if not any(stated.values()):
@@ -225,7 +228,11 @@ def _patterns(model: Model) -> dict[str, dict[str, float]]:
 
 
 def _read_settings(path: Path) -> LoraConfig:
-    """Return rank and scale. Raises InputError if another setting would change what is computed."""
+    """Return rank and scale of an adapter.
+
+    Raises:
+        InputError: another setting would change what is computed.
+    """
     source = untrusted_files.read_json(path)
     for field, supported in SUPPORTED.items():
         if source.get(field) is not None and source[field] not in supported:
@@ -265,10 +272,12 @@ def _weights_file(directory: Path) -> Path:
 
 
 def _adapter_tensors(model: Model, is_shared: bool = False) -> dict[str, FileTensor]:
-    """Return the tensors of an adapter's file, the head's included, by name without PREFIX. Several
-    of our weights may be one tensor in the base. Each has an adapter of its own, and the file has
-    one for all of them: the sum of the ranks, with B block by block. If `is_shared`, as in adapters
-    that PEFT trained, it has the rank of one, A is the same for all, and B has their rows."""
+    """Return the tensors of an adapter's file, the head's included, by name without PREFIX.
+
+    Several of our weights may be one tensor in the base. Each has an adapter of its own, and the
+    file has one for all of them: the sum of the ranks, with B block by block. If `is_shared`, as in
+    adapters that PEFT trained, it has the rank of one, A is the same for all, and B has their rows.
+    """
     config: DecoderConfig = model.config
     tensors = {}
     for name, file_tensor in weight_locations(model).items():
@@ -408,8 +417,11 @@ def _module_name(config: DecoderConfig, name: str) -> str:
 
 
 def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
-    """Return the adapted modules for PEFT: a pattern if a vision tower has modules of the same
-    names."""
+    """Return the adapted modules for PEFT.
+
+    In a model with images this is a pattern, because the vision tower has modules of the same
+    names.
+    """
     if not config.multimodal:
         return names
     prefix = towers.text_prefix(config.vision)
@@ -417,8 +429,11 @@ def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
 
 
 def _module_suffixes(model: Model) -> list[str]:
-    """Return suffixes of the adapted modules' names after a dot, and of no others, as PEFT wants
-    them."""
+    """Return suffixes that the names of the adapted modules have, and no others.
+
+    PEFT adapts every module whose name ends in one of these, after a dot. The last part of the name
+    is enough, unless modules that are not adapted have it too.
+    """
     config: DecoderConfig = model.config
     assert config.adapters is not None
     modules_of: dict[str, list[str]] = {}

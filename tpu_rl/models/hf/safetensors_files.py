@@ -155,7 +155,11 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 def _read_index(index: Path) -> list[str]:
-    """Return the file names in an index. Raises InputError if one is missing or outside."""
+    """Return the file names in an index.
+
+    Raises:
+        InputError: it is no index, or a file is missing or outside of the directory.
+    """
     with refused(
         (ValueError, KeyError, AttributeError, TypeError, RecursionError),
         "not an index of safetensors files",
@@ -246,7 +250,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    """Return a header's tensor; `data_start` is the first byte of the data. Raises ValueError."""
+    """Return the tensor of a header's entry; `data_start` is the first byte of the data.
+
+    Raises:
+        ValueError: shape or offsets are impossible.
+    """
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (start, end - start, *shape)):

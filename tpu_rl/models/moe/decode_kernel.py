@@ -92,8 +92,10 @@ class _Visits(NamedTuple):
 
 
 def _make_visits(ends: Array, num_rows: int, tile_rows: int) -> tuple[_Visits, Array]:
-    """Return the visits to the tiles that hold rows of experts, which end at `ends` [E], and their
-    number."""
+    """Return the visits of rows whose experts end at `ends` [E], and their number.
+
+    An expert visits the tiles that hold its rows. One without rows visits none.
+    """
     starts = jnp.pad(ends[:-1], (1, 0))
     first = starts // tile_rows
     last = (ends - 1) // tile_rows

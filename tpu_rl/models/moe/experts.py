@@ -398,9 +398,11 @@ def _pass(
 
 
 def _expert_product(x: Array, matrix: Matrix, ends: Array, scales: Array | None = None) -> Array:
-    """Return the product of rows x [n, I] with W + A B, plus the bias, of each row's expert. The
-    rows of an expert end at `ends` [E]. The product A B is never formed. The biases are multiplied
-    by `scales` [n]."""
+    """Return the product of rows x [n, I] with W + A B, plus the bias, of each row's expert.
+
+    The rows of an expert end at `ends` [E]. The product A B is never formed. The biases are
+    multiplied by `scales` [n].
+    """
     group_sizes = jnp.diff(ends, prepend=0)
     if matrix.layer is not None:
         y = decode_kernel.product(x, matrix.weight, matrix.layer, ends, matrix.scale)
@@ -431,7 +433,10 @@ Pass = Callable[..., Array]
 def _passes(
     one_pass: Pass, count: Array, order: Any, x: Array, weights: Array, matrices: Matrices
 ) -> Array:
-    """Return the sum [N, D] of the first `count` passes, in the memory of one."""
+    """Return the sum [N, D] of the first `count` passes.
+
+    It needs the memory of one pass.
+    """
 
     def add_pass(index: Array, total: Array) -> Array:
         return total + one_pass(order, index, x, weights, matrices)
@@ -467,9 +472,11 @@ _passes.defvjp(
 
 
 def _room_per_pair(num_assignments: int, num_shards: int) -> int:
-    """Return the assignments, of this many, that a device may send to another in one pass. With few
-    of them, chance alone exceeds an even share by more than ROOM. Four standard deviations are
-    rarely exceeded by any pair, if all experts are equally likely."""
+    """Return the assignments, of this many, that a device may send to another in one pass.
+
+    With few of them, chance alone exceeds an even share by more than ROOM. Four standard deviations
+    are rarely exceeded by any pair, if all experts are equally likely.
+    """
     share = num_assignments / num_shards
     by_chance = 8 * math.ceil((share + 4 * math.sqrt(share)) / 8)
     return max(_room(num_assignments, num_shards), min(num_assignments, by_chance))
@@ -478,9 +485,11 @@ def _room_per_pair(num_assignments: int, num_shards: int) -> int:
 def _relative_experts(
     experts: Array, num_local: int, expert_axes: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> Array:
-    """Return the numbers [B, T, k] of experts among those that a device sends tokens to. These are
-    on the devices along `shared_axes`, `num_local` on each, in the order of the devices. The
-    numbers of experts that other devices with the same tokens serve follow after them."""
+    """Return the numbers [B, T, k] of experts among those that a device sends tokens to.
+
+    These are on the devices along `shared_axes`, `num_local` on each, in the order of the devices.
+    The numbers of experts that other devices with the same tokens serve follow after them.
+    """
     owner = experts // num_local
     relative = experts % num_local
     count = num_local
@@ -521,10 +530,12 @@ def _exchanged_mixture(
     matrices: Matrices,
 ) -> Array:
     """Return the part in `mixture`, [B, T, D], of the experts of all devices along `axes`.
+
     `experts` are numbers as `_relative_experts` returns them, and `shard` is the share of all
     experts that these devices hold. In a pass each device sends the same number of assignments to
     each, so that passes suffice for any routing: `ragged_all_to_all`, which would send what there
-    is, has no implementation on CPUs."""
+    is, has no implementation on CPUs.
+    """
     num_tokens = x.shape[0] * x.shape[1]
     experts_per_token = experts.shape[-1]
     num_devices = math.prod(map(jax.lax.axis_size, axes))
@@ -582,8 +593,10 @@ def _exchanged_pass(
 
 
 def _received_order(ends: Array, room: int) -> _Order:
-    """Sort the assignments [n room] that a device received by expert. Those from each of n devices
-    are sorted: those of each expert end at ends [n, E]."""
+    """Sort the assignments [n room] that a device received by expert.
+
+    Those from each of n devices are sorted: those of each expert end at ends [n, E].
+    """
     num_devices, num_local = ends.shape
     size = num_devices * room
     starts = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
@@ -610,9 +623,11 @@ def _starts(ends: Array) -> Array:
 
 
 def _lookup(ends: Array, values: Array, places: Array) -> Array:
-    """Return the value, of values [n], of the stretch that each place is in. Consecutive stretches
-    end at ends [n]. Places after the last one get its value. Nothing is gathered: TPUs compare
-    faster than they look up numbers one by one."""
+    """Return the value, of values [n], of the stretch that each place is in.
+
+    Consecutive stretches end at ends [n]. Places after the last one get its value. Nothing is
+    gathered: TPUs compare faster than they look up numbers one by one.
+    """
     steps = jnp.diff(values)
     shape = (-1, *(1,) * places.ndim)
     is_after = places[None] >= ends[:-1].reshape(shape)
@@ -631,8 +646,10 @@ def _all_to_all(x: Array, axes: tuple[str, ...]) -> Array:
 
 @jax.custom_vjp
 def _dispatch(x: Array, weights: Array, assignments: Array, block: _Block) -> tuple[Array, Array]:
-    """Return the rows [n, D] of x [N, D] and the weights [n] of weights [N, k] in a block. Rows
-    after the last assignment of the device hold arbitrary values."""
+    """Return the rows [n, D] of x [N, D] and the weights [n] of weights [N, k] in a block.
+
+    Rows after the last assignment of the device hold arbitrary values.
+    """
     return _take(x, block.token), _take(weights.reshape(-1), assignments)
 
 
@@ -716,8 +733,11 @@ ragged_product.defvjp(
 
 
 def _matrices_gradient_kernel(x: Array, gradient: Array, group_sizes: Array) -> Array:
-    """Return the gradient [E, I, O] of the matrices, by a Pallas kernel. XLA for TPUs has no such
-    kernel: it multiplies all rows for each group, which is E times the work."""
+    """Return the gradient [E, I, O] of the matrices, by a Pallas kernel.
+
+    XLA for TPUs has no such kernel: it multiplies all rows for each group, which is E times the
+    work.
+    """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tile_rows = math.gcd(len(x), TILES[0])

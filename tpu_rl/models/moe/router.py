@@ -115,8 +115,10 @@ def _zero_usage(config: DecoderConfig) -> Usage:
 
 
 def _balance_weights(coefficient: float, measured: Params) -> Params:
-    """Return the reports whose dot product with the usage is coefficient * balance (Switch
-    Transformers)."""
+    """Return the reports whose dot product with the usage is coefficient * balance.
+
+    The frequencies of experts are constants, as in the loss of Switch Transformers.
+    """
 
     def report(usage: Usage) -> Usage:
         tokens = jnp.maximum(usage.tokens.sum(), 1)

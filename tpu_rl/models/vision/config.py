@@ -337,8 +337,10 @@ class SquareVisionConfig(VisionConfig):
 
 
 def _tiles(rows: int, columns: int, features: int) -> Layout:
-    """Return the tokens of an image of Idefics3: its tiles, row by row, and the whole image. A
-    small image has no tiles (0 rows). The texts are those of transformers' Idefics3Processor."""
+    """Return the tokens of an image of Idefics3: its tiles, row by row, and the whole image.
+
+    A small image has no tiles (0 rows). The texts are those of transformers' Idefics3Processor.
+    """
     fake = "<fake_token_around_image>"
     tokens: list[str | int] = []
     gap = ""

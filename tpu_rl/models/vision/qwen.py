@@ -175,9 +175,11 @@ def _window_attention(
     angles: tuple[Array, Array],
     index: tuple[TokenIndex, TokenIndex],
 ) -> Array:
-    """Return the attention branch of normed patches x [1, T, E], each of which sees its window. A
-    window has at most as many patches as a block, so it is in two neighboring blocks at most:
-    queries of a block see keys of three."""
+    """Return the attention branch of normed patches x [1, T, E], each of which sees its window.
+
+    A window has at most as many patches as a block, so it is in two neighboring blocks at most:
+    queries of a block see keys of three.
+    """
     assert vision.window is not None
     size = (vision.window * vision.merge_size) ** 2
     query, key, value = _heads(vision, weights, x, angles)

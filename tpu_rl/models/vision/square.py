@@ -64,10 +64,12 @@ def features(config: DecoderConfig, params: Params, images: Array) -> Features:
 
 
 def _projected(vision: SquareVisionConfig, weights: Params, x: Array) -> Array:
-    """Return features [I, P', D] of states x [I, P, E]. The mean of a square of patches, or all of
-    its states side by side, becomes one feature. LLaVA: W_2 gelu(W_1 x + b_1) + b_2. Gemma 3: W
-    norm(mean of a square). Idefics3: W of all states of a square, row by row. InternVL: W_2
-    gelu(W_1 norm(these) + b_1) + b_2."""
+    """Return features [I, P', D] of states x [I, P, E].
+
+    The mean of a square of patches, or all of its states side by side, becomes one feature.
+    LLaVA: W_2 gelu(W_1 x + b_1) + b_2. Gemma 3: W norm(mean of a square). Idefics3: W of all states
+    of a square, row by row. InternVL: W_2 gelu(W_1 norm(these) + b_1) + b_2.
+    """
     activation = ACTIVATIONS[vision.projector_activation]
     if vision.projector == "mlp":
         inner = activation(blocks.linear(weights, x, "projector_in"))
@@ -116,8 +118,10 @@ def _layer(config: DecoderConfig, vision: SquareVisionConfig, x: Array, weights:
 
 def _flash_attention(config: DecoderConfig, query: Array, key: Array, value: Array) -> Array:
     """Return the attention [I, P, H, E] of all patches of an image to all, by the kernel of packed
-    rows: the scores of Gemma 3's 4,096 patches would take 1 GiB an image. Patches are padded to
-    whole blocks. The padding is a segment of its own."""
+    rows: the scores of Gemma 3's 4,096 patches would take 1 GiB an image.
+
+    Patches are padded to whole blocks. The padding is a segment of its own.
+    """
     count, length = query.shape[:2]
     missing = -length % LANES
     query, key, value = (

@@ -241,9 +241,11 @@ def _converse(
     rounds: Rounds,
     policy_step: int,
 ) -> float:
-    """Decode turns and wait for answers, until the episodes that the step takes are over. Reward
-    functions are asked about a group once its episodes are over. Returns the seconds in which no
-    turn could be decoded."""
+    """Decode turns and wait for answers, until the episodes that the step takes are over.
+
+    Reward functions are asked about a group once its episodes are over. Returns the seconds in
+    which no turn could be decoded.
+    """
     idle_seconds = 0.0
     config = decoding.config
     group_size = config.samples_per_prompt

@@ -461,8 +461,10 @@ class Episodes:
     def _encode_observation(
         self, episode: _Episode, earlier: list[Message], messages: list[Message]
     ) -> tuple[list[int] | None, list[Message]]:
-        """Return the ids of an observation, and its messages, which may have been cut. The ids are
-        None if the observation ends the episode by a fault."""
+        """Return the ids of an observation, and its messages, which may have been cut.
+
+        The ids are None if the observation ends the episode by a fault.
+        """
         limit = self._max_observation_tokens
         # Nothing is cut beside images: half of an observation might stand for another one.
         refuses_long = self._refuses_long or any(IMAGES in message for message in messages)
