@@ -78,7 +78,7 @@ def config_class(factory: Callable[..., Any], path: str) -> type:
         raise _wrong_form(path, f"the annotation of {parameters[0]} is no dataclass: {config}")
     if not vars(config)["__dataclass_params__"].frozen:
         raise _wrong_form(path, f"{config.__name__} is not frozen")
-    missing = [name for name in ("experience", "roles") if name not in dir(config)]
+    missing = [name for name in ("experience", "roles") if not hasattr(config, name)]
     if missing:
         raise _wrong_form(path, f"{config.__name__} has no {' and no '.join(missing)}")
     try:
