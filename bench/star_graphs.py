@@ -143,7 +143,7 @@ HEAD = """# Star graphs: the value, or the loss two tokens ahead?
 
 This page is generated: `python bench/star_graphs.py --page` writes it from
 `star_graphs_two_ahead.jsonl` beside it, to which `python bench/star_graphs.py --to
-runs/star_graphs` adds. 2 CPU cores with other work beside, from 30 November 2026 on.
+runs/star_graphs` adds. 30 November 2026, 2 CPU cores with much other work, XLA with one thread.
 
 On G(2, 4), Q# leaves the shortcut with a loss on the token after the next one
 ([star graphs](star_graphs.md#q-leaves-the-shortcut-on-g2-4)). Here SFT on right paths and GRPO

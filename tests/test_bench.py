@@ -60,6 +60,18 @@ def test_errors_of_log_probs_are_put_in_and_cured(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
+def test_losses_two_tokens_ahead_join_sft_and_grpo(tmp_path):
+    lines = small_results("star_graphs.py", tmp_path, "--arms", "sft", "grpo")
+    assert [tuple(line["run"]) for line in lines[:4]] == [
+        ("walks", 0, "sft", False),
+        ("walks", 0, "sft", True),
+        ("walks", 0, "grpo", False),
+        ("walks", 0, "grpo", True),
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_rewards_of_both_kinds_take_a_step(tmp_path):
     """`every_reward.py --small`: a start, GRPO, a coin, and the further arms of the task action."""
     lines = small_results("every_reward.py", tmp_path, "--only", "box_iou", "action")
