@@ -53,7 +53,7 @@ SAMPLES = 4
 PLAIN = "--data.chat never --sampling.max-prompt-tokens 16 --sampling.max-new-tokens 16"
 FLAGS = (
     "--model.remat none --batch.prompts 8 --batch.row-length 128 --batch.micro-batch-rows 2 "
-    "--sampling.max-num-seqs 64 --optimizer.learning-rate 3e-5 --optimizer.warmup-steps 0 "
+    "--sampling.max-num-seqs 64 --optimizer.learning-rate 5e-5 --optimizer.warmup-steps 0 "
     "--evaluation.rows 0"
 )
 REINFORCE = (
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--to", type=Path, default=Path("runs/gemma_teacher"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--served", action="store_true", help="also compare a server")
     parser.add_argument("--small", action="store_true", help="one step of the first part")
     flags = parser.parse_args()
