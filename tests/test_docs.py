@@ -45,6 +45,9 @@ FOREIGN_FLAGS = {
     "XPK": {"cluster", "workload", "tpu-type", "docker-image"}
     | {"max-restarts", "restart-on-exit-codes"},
     "TRL": {"dataset_name", "model_name_or_path"},
+    "BFCL, tau2": {"test-category", "run-ids", "partial-eval", "skip-server-setup"}
+    | {"local-model-path", "domain", "agent-llm", "user-llm", "agent-llm-args", "user-llm-args"}
+    | {"max-steps", "results-dir"},
     "bench/noisy_grpo.py": {"algorithm.noise"},
     "XLA": {"xla_cpu_experimental_ynn_fusion_type", "xla_gpu_exclude_nondeterministic_ops"},
 }

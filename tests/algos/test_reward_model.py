@@ -635,6 +635,11 @@ def test_the_log_ratio_of_two_models_is_a_reward_of_each_token(tokenizer, tmp_pa
     # A character each; the end-of-sequence token stands behind the text.
     ends = [*range(1, len(text) + 1), len(text)]
     assert [end for _, end, _ in parts] == ends
+    # Where the completion is cut, no end-of-sequence token was written, and none is scored.
+    assert rewards.requested_columns(reward) == {"truncated"}
+    cut, whole = reward([prompt] * 2, [text] * 2, truncated=[True, False])
+    np.testing.assert_allclose([value for *_, value in cut], expected[:-1], atol=1e-5)
+    assert len(whole) == len(expected)
     saved(tmp_path / "head", 1, tokenizer)
     with pytest.raises(InputError, match="not a language model"):
         registry.resolve(f"implicit(model={tmp_path / 'head'}, reference={tmp_path / 'second'})")

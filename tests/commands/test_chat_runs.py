@@ -80,6 +80,18 @@ def test_a_run_refuses_settings_that_do_not_fit(checkpoint, tmp_path, rows, flag
         check(checkpoint, tmp_path, rows, *flags)
 
 
+@pytest.mark.parametrize("reward", ["{}", "0.5*{}", "after(of={})"])
+def test_the_log_ratio_of_models_is_refused_for_prompts_that_the_template_wraps(
+    checkpoint, tmp_path, reward
+):
+    implicit = f"implicit(model={checkpoint},reference={checkpoint})"
+    flags = command(checkpoint, tmp_path, PLAIN, "--reward", reward.format(implicit))
+    flags = ["reinforce", *flags[1:], "--optimizer.warmup-steps", "0"]
+    with pytest.raises(InputError, match="log-probs of one text after two prompts"):
+        preflight.check(config.parse(flags))
+    preflight.check(config.parse([*flags, "--data.chat", "never"]))
+
+
 def test_the_last_turns_alone_can_be_learned(checkpoint, tmp_path):
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     flags = ["--tokenizer.chat-template", str(tmp_path / "forgetful.jinja")]

@@ -212,6 +212,16 @@ def test_calls_of_tools_go_around_in_each_protocol(running):
     chat = {"messages": [user("hello t")], "tools": [{"type": "function", "function": TOOL}]}
     first = running.ask("/chat/completions", chat)[1]
     written = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    message = first["choices"][0]["message"]
+    [call] = message["tool_calls"]
+    result = {"role": "tool", "content": "found", "tool_call_id": call["id"]}
+    said = message | {"tool_calls": [call | {"name": "look"}]}  # As tau2 writes it back.
+    chat["messages"] += [said, result]
+    again = running.ask("/chat/completions", chat)[1]
+    assert again["prompt_token_ids"][: len(written)] == written
+    said["tool_calls"][0]["name"] = "other"
+    status, answer = running.ask("/chat/completions", chat)
+    assert (status, answer["error"]["param"]) == (400, "messages[1].tool_calls[0].name")
 
     body = {"input": [user("hello t")], "tools": [{"type": "function", **TOOL}]}
     answer = running.ask("/responses", body)[1]

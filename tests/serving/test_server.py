@@ -122,6 +122,17 @@ def test_openai_client_with_tools_over_two_turns(running):
     assert "".join(e.choices[0].delta.content or "" for e in events) == "yes"
 
 
+def test_a_text_has_control_tokens_where_the_client_wrote_its_own_template(running):
+    account = running.begin()
+    expected = [*TOKENIZER.prefix_ids, *TOKENIZER.encode("<bos>ua<eos>", special=True)]
+    running.ask("/v1/completions", {"prompt": "<bos>ua<eos>"})
+    assert account.record.calls[0].prompt == expected
+    assert len(expected) == len(TOKENIZER.prefix_ids) + 4
+    # In a message such a literal is text.
+    chat = running.ask("/v1/chat/completions", {"messages": [user("<eos>")]})[1]
+    assert chat["prompt_token_ids"].count(TOKENIZER.eos_ids[0]) == 1
+
+
 def test_rewritten_history_and_repeated_prompts_are_branches(running):
     account = running.begin()
     assert running.chat([user("hello")])[0] == 200

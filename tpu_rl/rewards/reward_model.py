@@ -299,13 +299,23 @@ def as_reward(model: RewardModel) -> DeclaredReward:
 
 
 def encode(
-    model: RewardModel, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
+    model: RewardModel,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: dict[str, Any],
+    truncated: Sequence[bool] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids of prompts with completions, and the mask of completions, [N, T]."""
+    """Return the token ids of prompts with completions, and the mask of completions, [N, T].
+
+    Those that are `truncated` have no end-of-sequence token.
+    """
     tools = columns.get("tools") or [None] * len(prompts)
+    truncated = truncated or [False] * len(prompts)
     rows = [
-        {"prompt": prompt, "completion": completion, "tools": row_tools}
-        for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
+        {"prompt": prompt, "completion": completion, "tools": row_tools, "ended": not is_cut}
+        for prompt, completion, row_tools, is_cut in zip(
+            prompts, completions, tools, truncated, strict=True
+        )
     ]
     encoded = data.demonstrations(rows, model.tokenizer, MAX_TOKENS)
     return np.asarray(encoded.tokens), np.asarray(encoded.action_mask)

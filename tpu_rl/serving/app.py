@@ -321,7 +321,8 @@ class App:
         prompts = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                encode = functools.partial(self.tokenizer.encode, prompt)
+                # Clients that render a template of their own write control tokens as literals.
+                encode = functools.partial(self.tokenizer.encode, prompt, special=True)
                 prompt = [*self.tokenizer.prefix_ids, *await self._encoded(len(prompt), encode)]
             # Ids of images mean something to the server alone.
             self._check_ids(prompt)

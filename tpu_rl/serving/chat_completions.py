@@ -60,6 +60,7 @@ def _call(value: Any, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = protocol.arguments(arguments, f"{place}.function.arguments")
     fields.only("type", "function")
+    fields.only("name", name)  # tau2 says it twice.
     call_id = fields.take("id", str)
     fields.finish("index")
     return protocol.call(name, arguments, call_id)

@@ -10,7 +10,8 @@ run minimizes beta KL(policy || model): distillation from a teacher with another
 With a model that DPO trained from the reference, r is the reward that DPO learned, token by token
 (RTO, arXiv 2404.18922): PPO with `implicit` beside a reward of the whole answer is RTO. With one
 that learned which answers are right, sums of r up to a token are values of the prefix (implicit
-process rewards, arXiv 2412.01981). Log-probs are at temperature 1.
+process rewards, arXiv 2412.01981). Log-probs are at temperature 1, and a completion that is cut has
+no end-of-sequence token.
 
 Deviation: RTO adds r to the KL penalty of its policy; here that is --algorithm.kl-reward-coef.
 """
@@ -66,8 +67,13 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
             _Part(roles[1:], params[1:], (-beta,), tokenizers.load(folders[1]), mesh),
         ]
 
-    def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
-        of_parts = [part.segments(prompts, completions, columns) for part in parts]
+    def reward(
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        truncated: Sequence[bool] | None = None,
+        **columns: Any,
+    ) -> list[Any]:
+        of_parts = [part.segments(prompts, completions, columns, truncated) for part in parts]
         # A row that is too long for one of the tokenizers has no reward.
         return [
             None if None in of_row else [one for segments in of_row for one in segments]
@@ -95,12 +101,16 @@ class _Part:
         self._model = RewardModel(shares, shares, ScoreReadout(), tuple(params), tokenizer, mesh)
 
     def segments(
-        self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: dict[str, Any],
+        truncated: Sequence[bool] | None,
     ) -> list[list[rewards.Segment] | None]:
         """Return the segments of each completion: one for each token."""
         model = self._model
         decode = model.tokenizer.decode
-        tokens, mask = reward_model.encode(model, prompts, completions, columns)
+        tokens, mask = reward_model.encode(model, prompts, completions, columns, truncated)
         with jax.set_mesh(model.mesh):
             values = reward_model.score_rows(model.shares, model.params, tokens, mask, ends=mask)
         rows = zip(tokens, mask, values, map(text_of, completions), strict=True)

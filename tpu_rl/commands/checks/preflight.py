@@ -321,6 +321,7 @@ def check_tokenizer(
         )
     warnings = check_embedding(tokenizer, vocab_size)
     if note_wrapped_prompts(tokenizer, prompt_rows):
+        refuse_raw_prompts(config)
         return warnings
     is_plain = any(isinstance(row["prompt"], str) and row["prompt"] for row in prompt_rows)
     if is_plain and tokenizer.has_chat_template:
@@ -361,6 +362,20 @@ def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) 
             file=sys.stderr,
         )
     return is_wrapped
+
+
+def refuse_raw_prompts(config: ExperimentConfig) -> None:
+    """Raise InputError for a reward whose models read plain prompts as they are."""
+    names = (*config.reward_names, *config.evaluation_rewards)
+    parts = [part for name in names for part in registry.parts_of(name)]
+    if any(registry.settings_of(part)[0] == "implicit" for part in parts):
+        raise InputError(
+            "the policy reads prompts in its chat template, and the models of `implicit` do not",
+            where="--reward implicit(...), --data.path",
+            why="log-probs of one text after two prompts have no meaning as a ratio",
+            fix="write `prompt` as messages, which each model reads in its own template, or say "
+            "--data.chat never",
+        )
 
 
 def _learns_messages(stage: Stage) -> bool:
