@@ -113,7 +113,8 @@ def note_reading(
         used |= set(others) - MEDIA_COLUMNS
     # Settings may name a column, as that of hints.
     used |= (of_rewards or set()) | set(re.findall(r"'(\w+)'", repr(config)))
-    used |= {column for column in MEDIA_COLUMNS if rows[0].get(column) in (None, [])}
+    media = {column: rows[0].get(column) for column in MEDIA_COLUMNS}
+    used |= {name for name, value in media.items() if isinstance(value, list | None) and not value}
     unused = [column for column in others if column not in used]
     # What a path enters, or has a name that is read, may hold more.
     sources = {name.partition("=")[2] for name in files.columns}
