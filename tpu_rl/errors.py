@@ -88,16 +88,20 @@ def reported(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 @contextlib.contextmanager
 def refused(
-    kinds: type[Exception] | tuple[type[Exception], ...], what: str, where: str = "", fix: str = ""
+    kinds: type[Exception] | tuple[type[Exception], ...],
+    what: str,
+    where: str = "",
+    fix: str = "",
+    kind: type[TpuRlError] = InputError,
 ) -> Iterator[None]:
-    """Raise an InputError for errors of these kinds, whose messages are its `why`."""
+    """Raise one `kind` of error for errors of other libraries, whose messages are its `why`."""
     try:
         yield
     except kinds as error:
         # The message of a KeyError is no more than the key.
         text = repr(error) if isinstance(error, LookupError) else str(error)
         why = (text.splitlines() or [type(error).__name__])[0][:300]
-        raise InputError(what, where=where, why=why, fix=fix) from error
+        raise kind(what, where=where, why=why, fix=fix) from error
 
 
 @contextlib.contextmanager

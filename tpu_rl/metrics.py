@@ -31,7 +31,7 @@ import rich.console
 import yaml
 
 from tpu_rl import run_files
-from tpu_rl.errors import MachineError, printable
+from tpu_rl.errors import MachineError, printable, refused
 from tpu_rl.redaction import REPLACEMENT, redact, redact_environment
 
 METRICS_FILE = run_files.METRICS
@@ -329,14 +329,13 @@ def require(name: str) -> Any:
     Raises:
       MachineError: if it is not installed, or broken.
     """
-    try:
+    with refused(
+        ImportError,
+        f"{name} was asked for and is not installed.",
+        fix=f'pip install "tpu_rl[{name}]", or leave the flag away.',
+        kind=MachineError,
+    ):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise MachineError(
-            f"{name} was asked for and is not installed.",
-            why=str(error),
-            fix=f'pip install "tpu_rl[{name}]", or leave the flag away.',
-        ) from error
 
 
 class Dashboard:
@@ -444,7 +443,13 @@ def open_mlflow(run_dir: Path, config: Mapping[str, Any] | None = None) -> Mlflo
     """
     mlflow = require("mlflow")
     id_file = run_dir / "mlflow_id"
-    try:
+    with refused(
+        mlflow.MlflowException,
+        "MLflow does not take this run.",
+        where=f"--mlflow, {mlflow.get_tracking_uri()}",
+        fix="see MLFLOW_TRACKING_URI, or leave the flag away",
+        kind=MachineError,
+    ):
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "tpu_rl")
         if id_file.exists():
             mlflow.start_run(run_id=id_file.read_text())
@@ -457,13 +462,6 @@ def open_mlflow(run_dir: Path, config: Mapping[str, Any] | None = None) -> Mlflo
         ]
         for start in range(0, len(settings), PARAMETERS_OF_CALL):
             mlflow.log_params(dict(settings[start : start + PARAMETERS_OF_CALL]))
-    except mlflow.MlflowException as error:
-        raise MachineError(
-            "MLflow does not take this run.",
-            where=f"--mlflow, {mlflow.get_tracking_uri()}",
-            why=str(error),
-            fix="see MLFLOW_TRACKING_URI, or leave the flag away",
-        ) from error
     return MlflowRun(mlflow)
 
 

@@ -287,15 +287,13 @@ def _file_rows(file: Path) -> Iterator[Source]:
 
     Raises InputError if they were scanned and there are none.
     """
-    try:
+    with refused(
+        OSError,
+        "cannot read the data file",
+        where=str(file),
+        fix="correct --data.path, or let this user read the file",
+    ):
         source = _source_of_any_format(file)
-    except OSError as error:
-        raise InputError(
-            "cannot read the data file",
-            where=str(file),
-            why=error.strerror or str(error),
-            fix="correct --data.path, or let this user read the file",
-        ) from error
     yield source
     if not len(source):
         raise InputError(

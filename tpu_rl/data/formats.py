@@ -160,17 +160,16 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
 
 def _pyarrow(action: str, where: Path, extra: str) -> Any:
     """Return pyarrow with the modules that readers use. Raises MachineError without it."""
-    try:
+    with refused(
+        ImportError,
+        f"reading {action} needs pyarrow",
+        where=str(where),
+        fix=f'pip install "tpu_rl[{extra}]"',
+        kind=MachineError,
+    ):
         import pyarrow  # pyright: ignore[reportMissingImports]  (the extras)
         import pyarrow.ipc  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MachineError(
-            f"reading {action} needs pyarrow",
-            where=str(where),
-            why="pyarrow is not installed",
-            fix=f'pip install "tpu_rl[{extra}]"',
-        ) from error
     return pyarrow
 
 
@@ -258,15 +257,14 @@ def saved_rows(folder: Path, split: str | None) -> ArrowRows:
 
 def hub_rows(name: str, config: str | None, split: str | None) -> Given:
     """Return the rows of a dataset of the Hugging Face hub, which `datasets` caches."""
-    try:
+    with refused(
+        ImportError,
+        f"no file or folder is named {name}, and reading it from the hub needs `datasets`",
+        where="--data.path",
+        fix='correct the path, or pip install "tpu_rl[datasets]"',
+        kind=MachineError,
+    ):
         import datasets  # pyright: ignore[reportMissingImports]  (the extra [datasets])
-    except ImportError as error:
-        raise MachineError(
-            f"no file or folder is named {name}, and reading it from the hub needs `datasets`",
-            where="--data.path",
-            why="datasets is not installed",
-            fix='correct the path, or pip install "tpu_rl[datasets]"',
-        ) from error
     # `datasets` and its storage libraries raise many kinds of errors.
     with refused(
         Exception,

@@ -17,7 +17,7 @@ import numpy as np
 
 from tpu_rl import data
 from tpu_rl.data import Row
-from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.errors import DamagedDataError, InputError, refused
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.sources.pairs import ToPairs
 from tpu_rl.runtime import processes
@@ -135,18 +135,20 @@ def read(path: Path) -> tuple[str, LogProbsOfRows]:
 
     Raises DamagedDataError if the file cannot be read.
     """
-    try:
-        with path.open("rb") as opened, np.load(opened) as arrays:
-            model = str(arrays["model"])
-            rows = arrays["rows"].tolist()
-            completions = np.split(arrays["log_probs"], np.cumsum(arrays["lengths"])[:-1])
-            ends = np.cumsum(arrays["completions"])
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DamagedDataError(
+    with (
+        refused(
+            (OSError, ValueError, KeyError, zipfile.BadZipFile),
             "the reference's log-probs are damaged",
             where=str(path),
-            why=str(error),
             fix="delete it: it is computed again",
-        ) from error
+            kind=DamagedDataError,
+        ),
+        path.open("rb") as opened,
+        np.load(opened) as arrays,
+    ):
+        model = str(arrays["model"])
+        rows = arrays["rows"].tolist()
+        completions = np.split(arrays["log_probs"], np.cumsum(arrays["lengths"])[:-1])
+        ends = np.cumsum(arrays["completions"])
     of_rows = [list(completions[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
     return model, dict(zip(rows, of_rows, strict=True))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from tpu_rl.errors import MachineError, TpuRlError
+from tpu_rl.errors import MachineError, TpuRlError, refused
 from tpu_rl.redaction import redact
 from tpu_rl.runtime import child_processes, processes
 from tpu_rl.runtime.cluster import Member
@@ -239,14 +239,13 @@ def _require_free(port: int) -> None:
     """Raise MachineError if another program listens on a port: JAX's service would crash."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with refused(
+            OSError,
+            f"port {port} is not free on this host",
+            fix="give all processes a --coordinator-address with another port",
+            kind=MachineError,
+        ):
             probe.bind(("", port))
-        except OSError as error:
-            raise MachineError(
-                f"port {port} is not free on this host",
-                why=str(error),
-                fix="give all processes a --coordinator-address with another port",
-            ) from error
 
 
 # --- the watch ---

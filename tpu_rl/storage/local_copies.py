@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, refused
 from tpu_rl.storage import gcs, user_cache
 
 GENERATIONS = ".generations.json"
@@ -100,7 +100,13 @@ def files(address: str) -> tuple[Path, ...]:
 def _update(store: gcs.Store, names: Sequence[str], patterns: Sequence[str]) -> Path:
     """Make the files that match `patterns` those of the named objects, and return their folder."""
     copy = user_cache.folder().joinpath("gcs", *PurePosixPath(store.address[len("gs://") :]).parts)
-    try:
+    with refused(
+        OSError,
+        f"cannot copy objects of {store.address} to this machine",
+        where=str(copy),
+        fix="make room there, or let XDG_CACHE_HOME name a folder on a larger disk",
+        kind=MachineError,
+    ):
         copy.mkdir(parents=True, exist_ok=True)
         # Several processes of this machine may begin at the same time.
         with FileLock(copy / ".lock"):
@@ -109,13 +115,6 @@ def _update(store: gcs.Store, names: Sequence[str], patterns: Sequence[str]) -> 
                 is_known = any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns)
                 if is_known and file.name not in names and not file.name.startswith("."):
                     file.unlink()
-    except OSError as error:
-        raise MachineError(
-            f"cannot copy objects of {store.address} to this machine",
-            where=str(copy),
-            why=error.strerror or str(error),
-            fix="make room there, or let XDG_CACHE_HOME name a folder on a larger disk",
-        ) from error
     return copy
 
 

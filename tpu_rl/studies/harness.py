@@ -60,13 +60,13 @@ class HarnessModel(NamedTuple):
 
 def require_package() -> None:
     """Raise MachineError if lm-eval is not installed."""
-    try:
+    with refused(
+        ImportError,
+        "tasks of lm-evaluation-harness need the package lm-eval, which is not installed",
+        fix='pip install "tpu_rl[lm-eval]"',
+        kind=MachineError,
+    ):
         import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MachineError(
-            "tasks of lm-evaluation-harness need the package lm-eval, which is not installed",
-            fix='pip install "tpu_rl[lm-eval]"',
-        ) from None
 
 
 def load_tasks(names: Sequence[str]) -> Any:

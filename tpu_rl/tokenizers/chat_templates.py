@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tpu_rl.errors import InputError, MachineError, typed_command
+from tpu_rl.errors import InputError, MachineError, refused, typed_command
 
 CPU_SECONDS = 3
 """Processor time for one conversation, which usually takes a millisecond."""
@@ -95,13 +95,13 @@ def render(
         InputError: if the template fails, exceeds its limits, or writes too much.
         MachineError: if jinja2 is not installed, or the process ends for another reason.
     """
-    try:
+    with refused(
+        ImportError,
+        "chat templates need the package jinja2, which is not installed",
+        fix="pip install jinja2",
+        kind=MachineError,
+    ):
         import jinja2  # noqa: F401  (the process needs it)
-    except ImportError as error:
-        raise MachineError(
-            "chat templates need the package jinja2, which is not installed",
-            fix="pip install jinja2",
-        ) from error
     # As in transformers: many templates accept a missing key, but fail on None.
     conversation = [
         {key: value for key, value in message.items() if value is not None} for message in messages

@@ -220,14 +220,13 @@ def remote(address: str, name: str, choices: Choices, votes: int, max_tokens: in
     Raises:
         InputError: if the server does not answer, or has no such model.
     """
-    try:
+    with refused(
+        ImportError,
+        "a judge behind an address needs the package openai",
+        where=f"model={address}",
+        fix="pip install openai",
+    ):
         import openai
-    except ImportError:
-        raise InputError(
-            "a judge behind an address needs the package openai",
-            where=f"model={address}",
-            fix="pip install openai",
-        ) from None
     client = openai.OpenAI(
         base_url=address,
         api_key=os.environ.get("OPENAI_API_KEY") or "none",

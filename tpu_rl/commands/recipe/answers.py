@@ -21,7 +21,7 @@ from tpu_rl.commands import compose, evaluators, roles
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig
 from tpu_rl.data import Row
-from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.errors import DamagedDataError, InputError, refused
 from tpu_rl.evaluation import answer_accuracy, intervals
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience.config import sampler_config
@@ -256,7 +256,13 @@ def read(path: Path, of: str | None = None) -> Answers | None:
     """
     if not path.is_file():
         return None
-    try:
+    with refused(
+        (ValueError, KeyError, TypeError, AttributeError),
+        "the file holds no answers",
+        where=str(path),
+        fix="delete it; the same command makes it again",
+        kind=DamagedDataError,
+    ):
         with path.open(encoding="utf-8") as file:
             first, *problems = map(json.loads, file)
         if first.keys() != {"of"}:
@@ -274,10 +280,3 @@ def read(path: Path, of: str | None = None) -> Answers | None:
             [row["completions"] for row in problems],
             np.array(rewards, np.float64).reshape(len(problems), -1),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedDataError(
-            "the file holds no answers",
-            where=str(path),
-            why=str(error),
-            fix="delete it; the same command makes it again",
-        ) from None

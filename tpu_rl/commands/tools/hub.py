@@ -57,7 +57,13 @@ def push(directory: Path, name: str, private: bool = False) -> str:
     from huggingface_hub import HfApi
 
     api = HfApi()
-    try:
+    with refused(
+        (OSError, _http_error()),
+        f"the upload to {name} failed",
+        where="--push-to-hub",
+        fix=f"the model is complete in {directory}: run hf upload {name} {directory}",
+        kind=MachineError,
+    ):
         repository = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(
             repo_id=repository.repo_id,
@@ -65,11 +71,4 @@ def push(directory: Path, name: str, private: bool = False) -> str:
             commit_message="Upload a model trained with tpu_rl",
             delete_patterns=REPLACED,
         )
-    except (OSError, _http_error()) as error:
-        raise MachineError(
-            f"the upload to {name} failed",
-            where="--push-to-hub",
-            why=str(error).splitlines()[0],
-            fix=f"the model is complete in {directory}: run hf upload {name} {directory}",
-        ) from error
     return str(repository)

@@ -37,7 +37,7 @@ import numpy as np
 
 from tpu_rl import data, sampler
 from tpu_rl.data import Row
-from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.errors import DamagedDataError, InputError, refused
 from tpu_rl.experience.rows import dataset_identity
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.rollout import prompts, records, scoring
@@ -433,15 +433,14 @@ def read(path: Path) -> tuple[Round, str]:
 
     Raises DamagedDataError if the file is missing or cannot be read.
     """
-    try:
+    with refused(
+        (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
+        "a round of Q# examples cannot be read",
+        where=str(path),
+        fix="restore the file, or begin a new run",
+        kind=DamagedDataError,
+    ):
         content = path.read_bytes()
         with np.load(io.BytesIO(content)) as arrays:
             round_ = Round(**{name: arrays[name] for name in Round._fields})
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DamagedDataError(
-            "a round of Q# examples cannot be read",
-            where=str(path),
-            why=str(error),
-            fix="restore the file, or begin a new run",
-        ) from error
     return round_, hashlib.sha256(content).hexdigest()

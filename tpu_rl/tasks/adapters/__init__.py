@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tpu_rl.errors import MachineError
+from tpu_rl.errors import MachineError, refused
 
 _lock = threading.Lock()
 
@@ -23,15 +23,14 @@ def require(
     package: str, pip_name: str = "", user: str = "the environment", where: str = "--environment"
 ) -> Any:
     """Return an imported package. Raises MachineError if it is not installed."""
-    try:
+    with refused(
+        ImportError,
+        f"{user} needs the package {package}, which cannot be imported",
+        where=where,
+        fix=f"pip install {pip_name or package}",
+        kind=MachineError,
+    ):
         return importlib.import_module(package)
-    except ImportError as error:
-        raise MachineError(
-            f"{user} needs the package {package}, which cannot be imported",
-            where=where,
-            why=str(error),
-            fix=f"pip install {pip_name or package}",
-        ) from error
 
 
 class PrivateRandom:
