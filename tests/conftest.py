@@ -24,6 +24,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
+program_cache.share_ir_contexts()
 if several.QUICK_COMPILER not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {several.QUICK_COMPILER}".strip()
 # Processes that tests start find the programs of the tests in the cache only if they compile alike.
@@ -96,7 +97,7 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched) -> 
 def pytest_collection_finish() -> None:
     """Leave modules and tests, which live to the end, out of garbage collections.
 
-    These take half a second each otherwise, and reading a checkpoint makes one.
+    These take half a second each otherwise, and a damaged checkpoint makes one.
     """
     gc.collect()
     gc.freeze()
