@@ -1,5 +1,5 @@
 """Settings of every test: silent broadcasting is an error, float32 means float32, and compiled
-programs are kept between sessions."""
+programs and bytecode are kept between sessions."""
 
 import atexit
 import fnmatch
@@ -10,12 +10,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
 import jax
 import pytest
+import tyro._unsafe_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests.fixtures import program_cache, several
@@ -25,6 +27,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
 program_cache.share_ir_contexts()
+# tyro computes every tenth value of its caches again, by chance, where it sees pytest.
+tyro._unsafe_cache.sys = types.SimpleNamespace(modules={})  # type: ignore[attr-defined]
 if several.QUICK_COMPILER not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {several.QUICK_COMPILER}".strip()
 # Processes that tests start find the programs of the tests in the cache only if they compile alike.
@@ -43,6 +47,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache_dir = Path(tempfile.mkdtemp(prefix="tpu_rl_xla_"))
         atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_dir)
+
+if sys.dont_write_bytecode:
+    # No bytecode beside the sources, but processes that compile all of them take twice as long.
+    sys.pycache_prefix = str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+    sys.dont_write_bytecode = False
 
 # The environment is for processes that tests start; the workers of pytest-xdist find the first
 # process's folder there, too.
