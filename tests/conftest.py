@@ -1,5 +1,5 @@
 """Settings of every test: silent broadcasting is an error, float32 means float32, and compiled
-programs are kept between sessions."""
+programs and bytecode are kept between sessions."""
 
 import atexit
 import fnmatch
@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import filelock
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from tyro import _docstrings, _resolver, _unsafe_cache
 
 from tests.fixtures import program_cache, several
 
@@ -24,6 +26,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
+program_cache.share_ir_contexts()
+# tyro reads docstrings and hints again for each command line, which takes three times as long. It
+# computes every tenth value of its caches again, by chance, where it sees pytest.
+_docstrings.get_field_docstring = functools.cache(_docstrings.get_field_docstring)
+_docstrings.get_callable_description = functools.cache(_docstrings.get_callable_description)
+_resolver._get_type_hints_backported_syntax = functools.cache(
+    _resolver._get_type_hints_backported_syntax
+)
+_unsafe_cache.sys = types.SimpleNamespace(modules={})  # type: ignore[attr-defined]
 if several.QUICK_COMPILER not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {several.QUICK_COMPILER}".strip()
 # Processes that tests start find the programs of the tests in the cache only if they compile alike.
@@ -42,6 +53,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache_dir = Path(tempfile.mkdtemp(prefix="tpu_rl_xla_"))
         atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_dir)
+
+if sys.dont_write_bytecode:
+    # No bytecode beside the sources, but processes that compile all of them take twice as long.
+    sys.pycache_prefix = str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+    sys.dont_write_bytecode = False
 
 # The environment is for processes that tests start; the workers of pytest-xdist find the first
 # process's folder there, too.
@@ -96,7 +114,7 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched) -> 
 def pytest_collection_finish() -> None:
     """Leave modules and tests, which live to the end, out of garbage collections.
 
-    These take half a second each otherwise, and reading a checkpoint makes one.
+    These take half a second each otherwise, and a damaged checkpoint makes one.
     """
     gc.collect()
     gc.freeze()

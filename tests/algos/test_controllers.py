@@ -1,5 +1,6 @@
 """Controllers stay where they are in steps that learn nothing."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_batch_is_learned_at_the_temperature_of_its_state():
             state = state | {"temperature": jnp.float32(2.0)}
         batch, _ = algorithm.make_batch(tiny.experience(tiny.rollout()), params, state)
         part = update_step.minibatch(update_step.minibatch(batch, 0), 0)
-        results.append(algorithm.loss(params, part))
+        results.append(jax.jit(algorithm.loss)(params, part))
     (value, metrics), (other, others) = results
     assert float(value) == pytest.approx(float(other), rel=1e-6)
     assert float(others.pop("policy/temperature").value) == pytest.approx(0.7)

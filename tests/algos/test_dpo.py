@@ -199,7 +199,9 @@ def test_the_loss_is_its_formula(config):
     algorithm = dpo(config, tiny.roles(ATTENTION), tiny.SAMPLING)
     batch, _ = algorithm.make_batch(tiny.experience(data), params, ())
     batch = update_step.minibatch(batch, 0)
-    actual = sum(float(algorithm.loss(params, micro_batch)[0]) for micro_batch in cut(batch))
+    actual = sum(
+        float(jax.jit(algorithm.loss)(params, micro_batch)[0]) for micro_batch in cut(batch)
+    )
     chosen, rejected, log_prob = plain_scores(config, data, params)
     scores = (
         preference.divergence_score(jnp.asarray(s), config.f_divergence) for s in (chosen, rejected)
@@ -227,7 +229,7 @@ def test_before_the_first_step_the_loss_is_ln_2_and_its_gradient_half_beta_of_th
             for micro_batch in cut(batch)
         )
 
-    loss, gradient = jax.value_and_grad(total)(params["policy"])
+    loss, gradient = jax.jit(jax.value_and_grad(total))(params["policy"])
     assert float(loss) == pytest.approx(np.log(2), abs=1e-6)
 
     def linear(policy: Params) -> Array:
@@ -237,7 +239,7 @@ def test_before_the_first_step_the_loss_is_ln_2_and_its_gradient_half_beta_of_th
         signs = jnp.where(data.preferred, 1.0, -1.0)
         return -0.3 * 0.5 * jnp.sum(signs * sums) / 5
 
-    expected = jax.grad(linear)(params["policy"])
+    expected = jax.jit(jax.grad(linear))(params["policy"])
     for a, b in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
 
@@ -253,7 +255,9 @@ def test_the_worst_case_weighs_the_largest_losses():
     for algorithm in (plain, worst):
         batch = update_step.minibatch(algorithm.make_batch(tiny.experience(data), params, ())[0], 0)
         losses.append(
-            sum(float(algorithm.loss(params, micro_batch)[0]) for micro_batch in cut(batch))
+            sum(
+                float(jax.jit(algorithm.loss)(params, micro_batch)[0]) for micro_batch in cut(batch)
+            )
         )
         weights.append(np.asarray(batch.weights["preference"])[np.asarray(batch.is_pair)])
     np.testing.assert_allclose(weights[0], np.full(5, 0.2), rtol=1e-6)
@@ -368,8 +372,8 @@ def test_variants_have_the_loss_and_the_gradient_of_trls_formula(name):
     def theirs(policy: Params) -> Array:
         return formula(TrlPairs(data, policy, config.tail_weight)).mean()
 
-    value, gradient = jax.value_and_grad(ours)(params["policy"])
-    expected, expected_gradient = jax.value_and_grad(theirs)(params["policy"])
+    value, gradient = jax.jit(jax.value_and_grad(ours))(params["policy"])
+    expected, expected_gradient = jax.jit(jax.value_and_grad(theirs))(params["policy"])
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
     for a, b in zip(*map(jax.tree.leaves, (gradient, expected_gradient)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
@@ -421,7 +425,7 @@ def test_kto_by_its_formula():
     data = tiny.pairs(columns=11)
     algorithm = kto(config, tiny.roles(ATTENTION), tiny.SAMPLING)
     batch = update_step.minibatch(algorithm.make_batch(tiny.experience(data), params, ())[0], 0)
-    results = [algorithm.loss(params, micro_batch) for micro_batch in cut(batch)]
+    results = [jax.jit(algorithm.loss)(params, micro_batch) for micro_batch in cut(batch)]
 
     mask, tokens = np.asarray(data.action_mask), np.asarray(data.tokens)
     starts, ends = mask.argmax(1), 11 - mask[:, ::-1].argmax(1)

@@ -43,7 +43,7 @@ class Step:
             metrics = [algorithm.loss(params, part)[1] for part in parts]
             return sum(of_part["policy/solution_loss"].value for of_part in metrics)
 
-        self.loss, self.gradient = jax.value_and_grad(solution_loss)(self.params["policy"])
+        self.loss, self.gradient = jax.jit(jax.value_and_grad(solution_loss))(self.params["policy"])
         self.policy_weight = float(batch.weights["policy"].sum())
         self.is_expert = np.asarray(self.data.source) == RowSource.EXPERT
         self.mask = np.asarray(self.data.action_mask) & self.is_expert[:, None]
@@ -53,9 +53,10 @@ class Step:
         return tiny.plain_log_probs(cases.MODEL, policy, self.data.tokens, temperature)
 
     def check(self, formula: Any) -> None:
-        expected, gradient = jax.value_and_grad(
-            lambda policy: jnp.where(self.mask, formula(self.log_probs(policy)), 0.0).sum()
-        )(self.params["policy"])
+        def loss(policy: Any) -> Any:
+            return jnp.where(self.mask, formula(self.log_probs(policy)), 0.0).sum()
+
+        expected, gradient = jax.jit(jax.value_and_grad(loss))(self.params["policy"])
         assert float(self.loss) == pytest.approx(float(expected), rel=1e-4)
         for a, b in zip(*map(jax.tree.leaves, (self.gradient, gradient)), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())

@@ -43,7 +43,7 @@ class Step:
         batch, _ = algorithm.make_batch(experience, self.params, ())
         batch = update_step.minibatch(batch, 0)
         parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
-        self.loss = sum(float(algorithm.loss(self.params, part)[0]) for part in parts)
+        self.loss = sum(float(jax.jit(algorithm.loss)(self.params, part)[0]) for part in parts)
         self.group = np.asarray(self.data.group_id)
         self.mask = np.asarray(self.data.action_mask)
         self.scores = np.asarray(self.data.scores)

@@ -1,5 +1,6 @@
 """Self-distillation against its formula, a completion at a time."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ def test_the_loss_is_its_formula():
     batch, _ = algorithm.make_batch(tiny.experience(data), params, ())
     batch = update_step.minibatch(batch, 0)
     parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
-    value = sum(float(algorithm.loss(params, part)[0]) for part in parts)
+    value = sum(float(jax.jit(algorithm.loss)(params, part)[0]) for part in parts)
 
     log_probs = np.asarray(
         tiny.plain_log_probs(cases.MODEL, params["policy"], data.tokens, tiny.SAMPLING.temperature)

@@ -29,7 +29,7 @@ def test_the_loss_is_a_weighted_mean_over_the_step():
     assert float(batch.weights["policy"].sum()) == pytest.approx(1)
     num_micro_batches = batch.weights["policy"].shape[1]
     losses = [
-        algorithm.loss(params, jax.tree.map(lambda leaf, k=k: leaf[0, k], batch))[0]
+        jax.jit(algorithm.loss)(params, jax.tree.map(lambda leaf, k=k: leaf[0, k], batch))[0]
         for k in range(num_micro_batches)
     ]
     log_probs = np.asarray(tiny.plain_log_probs(model, params["policy"], texts.tokens))
@@ -48,7 +48,7 @@ def value_and_gradient(algorithm: Algorithm, data: Any, params: Any) -> tuple[An
     def loss(policy: Any) -> Any:
         return sum(algorithm.loss(params | {"policy": policy}, part)[0] for part in parts)
 
-    return jax.value_and_grad(loss)(params["policy"])
+    return jax.jit(jax.value_and_grad(loss))(params["policy"])
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -83,7 +83,7 @@ def test_ift_is_the_formula_of_its_program():
     config = SftConfig(loss="ift")
     algorithm = sft(config, tiny.roles(model), tiny.SAMPLING)
     value, gradient = value_and_gradient(algorithm, texts, params)
-    expected, expected_gradient = jax.value_and_grad(formula)(params["policy"])
+    expected, expected_gradient = jax.jit(jax.value_and_grad(formula))(params["policy"])
     assert float(value) == pytest.approx(float(expected), rel=2e-5)
     assert_close(gradient, expected_gradient)
 
@@ -108,7 +108,7 @@ def test_dft_is_trls_formula():
         return jnp.where(texts.action_mask, losses, 0.0).sum() / texts.action_mask.sum()
 
     value, gradient = value_and_gradient(algorithm, texts, params)
-    expected, expected_gradient = jax.value_and_grad(trl)(params["policy"])
+    expected, expected_gradient = jax.jit(jax.value_and_grad(trl))(params["policy"])
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     assert_close(gradient, expected_gradient)
 
@@ -128,7 +128,7 @@ def test_the_kl_is_that_of_the_whole_vocabulary():
         return jnp.where(mask, losses, 0.0).sum() / mask.sum()
 
     value, gradient = value_and_gradient(algorithm, texts, params)
-    expected, expected_gradient = jax.value_and_grad(by_hand)(params["policy"])
+    expected, expected_gradient = jax.jit(jax.value_and_grad(by_hand))(params["policy"])
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     assert_close(gradient, expected_gradient)
 

@@ -114,7 +114,7 @@ def loss_of(algorithm, data, params):
     batch, _ = algorithm.make_batch(tiny.experience(data), params, algorithm.init_state(params))
     batch = update_step.minibatch(batch, 0)
     parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
-    outputs = [algorithm.loss(params, part) for part in parts]
+    outputs = [jax.jit(algorithm.loss)(params, part) for part in parts]
     return sum(float(value) for value, _ in outputs), outputs
 
 

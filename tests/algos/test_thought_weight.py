@@ -1,5 +1,6 @@
 """Advantages of thoughts with a weight of their own (E2C)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_advantages_of_thoughts_have_the_weight_and_answers_stay():
         algorithm = grpo(settings, roles, tiny.SAMPLING)
         batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
         part = update_step.minibatch(update_step.minibatch(batch, 0), 0)
-        return batch, algorithm.loss(params, part)[1]
+        return batch, jax.jit(algorithm.loss)(params, part)[1]
 
     plain, metrics = batch_of(GrpoConfig())
     weighted, weighted_metrics = batch_of(GrpoConfig(thought_weight=2.5, thought_end=(end,)))

@@ -252,6 +252,7 @@ def test_a_holder_that_gives_no_sign_of_life_loses_it(store, fake, hurried, caps
     )
 
 
+@pytest.mark.slow
 def test_of_many_that_watch_one_gets_in(store, fake, hurried, monkeypatch):
     # Long enough for the heartbeats of the one that gets in, while eight threads compete.
     monkeypatch.setattr(gcs_lock, "TIMEOUT_SECONDS", 5.0)

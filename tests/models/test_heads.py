@@ -216,6 +216,7 @@ def test_transformers_computes_the_same_scores(family, tmp_path):
     _compare(model, params, theirs)
 
 
+@pytest.mark.slow
 def test_classifier_of_transformers_loads(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

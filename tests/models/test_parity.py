@@ -18,6 +18,7 @@ from tpu_rl.train import sharding
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=families(at_night=False))
@@ -155,7 +156,7 @@ def test_gemma3_with_images_is_read_as_text(tmp_path):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("gemma4_moe", marks=pytest.mark.slow),
+        "gemma4_moe",
         pytest.param("gemma4_small", marks=pytest.mark.nightly),
     ],
 )

@@ -142,7 +142,7 @@ def server():
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as running:
         running.attributes = {}
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield running
         running.shutdown()

@@ -247,7 +247,7 @@ class FakeSocket:
 
 def test_openenv(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), SchemaServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     opened = []
 

@@ -338,6 +338,7 @@ class Checkpoints:
             except Exception as error:  # tensorstore's errors arrive as bare Exception
                 failure = error
                 reason = str(error).partition("\n")[0][:200] or type(error).__name__
+                gc.collect()
         if not processes.any_of(failure is not None):
             return cast(T, result)
         reason = reason or "another process cannot read it"
@@ -447,7 +448,6 @@ def _quiet_pending_reads() -> Iterator[None]:
     sys.unraisablehook = lambda unraisable: None
     try:
         yield
-        gc.collect()
     finally:
         sys.unraisablehook = hook_before
 
