@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import filelock
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tyro import _docstrings, _resolver, _unsafe_cache
 
 from tests.fixtures import program_cache, several
 
@@ -27,14 +25,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
 program_cache.share_ir_contexts()
-# tyro reads docstrings and hints again for each command line, which takes three times as long. It
-# computes every tenth value of its caches again, by chance, where it sees pytest.
-_docstrings.get_field_docstring = functools.cache(_docstrings.get_field_docstring)
-_docstrings.get_callable_description = functools.cache(_docstrings.get_callable_description)
-_resolver._get_type_hints_backported_syntax = functools.cache(
-    _resolver._get_type_hints_backported_syntax
-)
-_unsafe_cache.sys = types.SimpleNamespace(modules={})  # type: ignore[attr-defined]
+program_cache.remember_what_tyro_reads()
 if several.QUICK_COMPILER not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {several.QUICK_COMPILER}".strip()
 # Processes that tests start find the programs of the tests in the cache only if they compile alike.
