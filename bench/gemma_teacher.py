@@ -135,13 +135,15 @@ def compare_served(flags: argparse.Namespace, rows: Path) -> dict[str, Any]:
     (losses, weights), (others, other_weights) = runs.values()
     start = load_file(flags.student / "model.safetensors")
 
-    def gap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-        return max(float(np.abs(a[k].astype("f4") - b[k].astype("f4")).max()) for k in a)
+    def gap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, float]:
+        """Return the largest difference of a weight, and the norm of all differences."""
+        apart = [np.abs(a[k].astype("f4") - b[k].astype("f4")) for k in a]
+        return max(float(x.max()) for x in apart), sum(float((x**2).sum()) for x in apart) ** 0.5
 
     return {
         "losses": [losses, others],
-        "largest_weight_gap": gap(weights, other_weights),
-        "largest_weight_change": gap(weights, start),
+        "weights_apart": gap(weights, other_weights),
+        "change_of_weights": gap(weights, start),
     }
 
 
