@@ -298,8 +298,10 @@ def test_episodes_go_on_in_another_request(games):
         for name in ("tokens", "action_mask", "birth_key"):
             expected = getattr(whole.rollout, name)[groups]
             np.testing.assert_array_equal(getattr(sampled.rollout, name), expected)
+        # Each is at most 2e-5 from the trainer's log-prob, see above, so that both differ by twice
+        # as much at most.
         np.testing.assert_allclose(
-            sampled.rollout.log_probs, whole.rollout.log_probs[groups], atol=2e-5
+            sampled.rollout.log_probs, whole.rollout.log_probs[groups], atol=4e-5
         )
         assert sampled.episodes.messages == whole.episodes.messages[groups]
         assert sampled.completions == whole.completions[groups]
