@@ -100,6 +100,8 @@ def refused(
     except kinds as error:
         # The message of a KeyError is no more than the key.
         text = repr(error) if isinstance(error, LookupError) else str(error)
+        if isinstance(error, OSError) and str(error.filename) in where:
+            text = error.strerror or text
         why = (text.splitlines() or [type(error).__name__])[0][:300]
         raise kind(what, where=where, why=why, fix=fix) from error
 
