@@ -542,8 +542,8 @@ def read(results: Path) -> list[dict[str, Any]]:
 HEAD = """# Every method on one task
 
 This page is generated: `python bench/every_method.py --page` writes it from `every_method.jsonl`
-beside it, to which `python bench/every_method.py --to runs/every_method` adds. Measured on 29
-November 2026 on 2 CPU cores that did other work too, so that seconds are upper bounds.
+beside it, to which `python bench/every_method.py --to runs/every_method` adds. Measured on 29 and
+30 November 2026 on 2 CPU cores that did other work too, so that seconds are upper bounds.
 
 Every method begins with the shipped model and takes {steps} optimizer steps of 128 completions, at
 a learning rate of 3e-4, or 1e-4 for losses of pairs and of scored completions. No method was tuned,
