@@ -39,8 +39,14 @@ def run(run_dir: Path, flags: Sequence[str]) -> dict[str, Any]:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return read_lines(run_dir / "metrics.jsonl")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none if there is no file."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def estimate(row: Mapping[str, Any], prefix: str = "eval/") -> dict[str, float]:

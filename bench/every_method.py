@@ -492,7 +492,7 @@ def run_all(study: Study, results: Path, names: list[str], minutes: float, small
     """Run what has no line in `results`, until the time is over."""
     deadline = time.monotonic() + 60 * minutes
     prepare(study, small)
-    done = {(line["name"], line["seed"]) for line in read(results)}
+    done = {(line["name"], line["seed"]) for line in arms.read_lines(results)}
     by_name = {method.name: method for method in METHODS}
     chosen = [by_name[name] for name in names] or METHODS
 
@@ -528,13 +528,6 @@ def run_all(study: Study, results: Path, names: list[str], minutes: float, small
             print(f"DONE {method.name} {seed} {share:.3f} {seconds}", flush=True)
             if (method.name, seed) == ("grpo", 0):
                 author(study)
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the lines of finished runs."""
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 # --- the page ---
@@ -674,7 +667,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     flags = parser.parse_args()
     if flags.page:
-        PAGE.write_text(summarize(read(RESULTS)), encoding="utf-8")
+        PAGE.write_text(summarize(arms.read_lines(RESULTS)), encoding="utf-8")
         return
     study = open_study(flags.to)
     results = flags.to / "results.jsonl" if flags.small else RESULTS

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import arms
 import numpy as np
-from every_method import read
 
 from tpu_rl.evaluation import intervals
 from tpu_rl.report import markdown
@@ -504,7 +503,7 @@ def run_all(folder: Path, results: Path, names: list[str], minutes: float, small
     for task in TASKS:
         write_rows(task, folder)
     save_base(folder)
-    done = {(line["name"], line["arm"], line["seed"]) for line in read(results)}
+    done = {(line["name"], line["arm"], line["seed"]) for line in arms.read_lines(results)}
     chosen = [task for task in TASKS if task.name in names or not names]
     seeds = SEEDS[: 1 if small else None]
     runs = [
@@ -701,7 +700,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     flags = parser.parse_args()
     if flags.page:
-        PAGE.write_text(summarize(read(RESULTS)), encoding="utf-8")
+        PAGE.write_text(summarize(arms.read_lines(RESULTS)), encoding="utf-8")
         return
     results = flags.to / "results.jsonl" if flags.small else RESULTS
     run_all(flags.to, results, flags.only, flags.minutes, flags.small)

@@ -159,10 +159,9 @@ def main() -> None:
     flags = parser.parse_args()
     rows, held_out = write_rows(flags.to)
     results = flags.to / "results.jsonl"
-    text = results.read_text(encoding="utf-8") if results.exists() else ""
-    known = {json.loads(line)["seed"] for line in text.splitlines()}
+    done = {line["seed"] for line in arms.read_lines(results)}
     for seed in flags.seeds:
-        if seed not in known:
+        if seed not in done:
             line = json.dumps(train(flags, rows, held_out, seed))
             with results.open("a", encoding="utf-8") as file:
                 print(line, file=file)

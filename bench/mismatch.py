@@ -63,7 +63,7 @@ def run_all(
 ) -> None:
     """Run what has no line in `results`, all arms of a seed first, until the time is over."""
     deadline = time.monotonic() + 60 * minutes
-    done = {(line["name"], line["seed"]) for line in every_method.read(results)}
+    done = {(line["name"], line["seed"]) for line in arms.read_lines(results)}
     for seed in range(seeds):
         for name in names:
             if (name, seed) in done:
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     flags = parser.parse_args()
     if flags.page:
-        PAGE.write_text(summarize(every_method.read(RESULTS)), encoding="utf-8")
+        PAGE.write_text(summarize(arms.read_lines(RESULTS)), encoding="utf-8")
         return
     study = every_method.open_study(flags.to)
     results, seeds, steps = RESULTS, flags.seeds, STEPS
@@ -169,7 +169,7 @@ def main() -> None:
         results, seeds, steps = flags.to / "results.jsonl", 1, 1
     run_all(study, results, flags.arms, seeds, flags.minutes, steps)
     if flags.small:
-        summarize(every_method.read(results))
+        summarize(arms.read_lines(results))
 
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ def measure(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
 def read(results: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Return (arm, seed) -> the figures of the run."""
-    text = results.read_text(encoding="utf-8") if results.exists() else ""
-    return {(line["arm"], line["seed"]): line for line in map(json.loads, text.splitlines())}
+    return {(line["arm"], line["seed"]): line for line in arms.read_lines(results)}
 
 
 def points(values: list[float], signed: bool = True) -> str:

@@ -99,7 +99,7 @@ def run_all(
 ) -> None:
     """Run what has no line in `results`, all arms of a reference first, until the time is over."""
     deadline = time.monotonic() + 60 * minutes
-    done = {Run(*line["run"]) for line in read(results)}
+    done = {Run(*line["run"]) for line in arms.read_lines(results)}
     for kind in REFERENCES:
         for number in range(references):
             for name in names:
@@ -128,13 +128,6 @@ def train(folder: Path, run: Run, steps: int) -> dict[str, Any]:
     arms.run(run_dir, f"{run.flags} {own} --checkpoint.interval 10000 {seed}".split())
     seconds = round(time.monotonic() - begun)
     return {"run": list(run), "curve": curve(run_dir), "seconds": seconds}
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of results."""
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 # --- the page ---
@@ -216,7 +209,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     flags = parser.parse_args()
     if flags.page:
-        PAGE.write_text(summarize(read(RESULTS)), encoding="utf-8")
+        PAGE.write_text(summarize(arms.read_lines(RESULTS)), encoding="utf-8")
         return
     flags.to.mkdir(parents=True, exist_ok=True)
     results, references, steps = RESULTS, flags.references, STEPS
@@ -224,7 +217,7 @@ def main() -> None:
         results, references, steps = flags.to / "results.jsonl", 1, 2
     run_all(flags.to, results, flags.arms, references, flags.minutes, steps)
     if flags.small:
-        summarize(read(results))
+        summarize(arms.read_lines(results))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests.fixtures import program_cache, several
+from tests.fixtures import library_caches, program_cache, several
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 # Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
-program_cache.share_ir_contexts()
-program_cache.remember_what_tyro_reads()
+library_caches.share_ir_contexts()
+library_caches.remember_what_tyro_reads()
 if several.QUICK_COMPILER not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {several.QUICK_COMPILER}".strip()
 # Processes that tests start find the programs of the tests in the cache only if they compile alike.

@@ -262,13 +262,19 @@ def _weights_file(directory: Path) -> Path:
     path = directory / WEIGHTS
     if path.is_file():
         return path
-    why, fix = "", "download the adapter again, with its weights"
     if (directory / "adapter_model.bin").exists():
-        why = "it has only pickled weights, which can run code when read"
-        fix = "convert them with peft: "
-        fix += "PeftModel.from_pretrained(model, path).save_pretrained(new_path)"
-    what = f"no {WEIGHTS} in the adapter's directory"
-    raise InputError(what, where=str(directory), why=why, fix=fix)
+        raise InputError(
+            f"no {WEIGHTS} in the adapter's directory",
+            where=str(directory),
+            why="it has only pickled weights, which can run code when read",
+            fix="convert them with peft: "
+            "PeftModel.from_pretrained(model, path).save_pretrained(new_path)",
+        )
+    raise InputError(
+        f"no {WEIGHTS} in the adapter's directory",
+        where=str(directory),
+        fix="download the adapter again, with its weights",
+    )
 
 
 def _adapter_tensors(model: Model, is_shared: bool = False) -> dict[str, FileTensor]:
