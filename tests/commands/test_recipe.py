@@ -85,6 +85,9 @@ def test_rounds_are_written_out_and_references_are_folders(tmp_path):
     assert "--model.path=runs/chain/tuned_1/model" in flags["kept_2"]
     assert "--data.path=runs/chain/kept_2/rows.jsonl,more.jsonl" in flags["tuned_2"]
     assert "--model.path=runs/chain/tuned_2/model" in flags["last"]
+    seeds = {name: [flag for flag in argv if "seed" in flag] for name, argv in flags.items()}
+    assert seeds["kept_2"] == seeds["tuned_2"] == ["--seed=1000"]
+    assert not any(seeds[name] for name in ("sft", "kept_1", "tuned_1", "last"))
     assert flags["last"][-3:-1] == ["--reward", "0.5*runs/chain/sft/model"]
     assert [stage.reads_only_models for stage in chain.stages] == [
         True,

@@ -24,7 +24,8 @@
 
 `{stage: NAME}` stands for what a stage leaves: the model of a run, the rows of a filter. In a text,
 `${NAME}` is the same. Of a stage in rounds it is the one of this round if that stands before, else
-of the round before, and from outside the one of the last round.
+of the round before, and from outside the one of the last round. A later round has another seed, so
+that it reads other rows of a file that one round does not finish.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from tpu_rl.commands.flags import flag_names, yaml_flags
 from tpu_rl.errors import InputError
 from tpu_rl.ranges import Count, CountOrNone, Needs, NotNegative, ReadOnlyWith, Share
 
+ROUND_SEED = 1000
+"""A round adds so much to the seed of the round before."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 START = "start"
 """The row of the model that the chain begins with, in the table."""
@@ -177,7 +180,7 @@ class _Reader:
         """Add a stage, or rounds of stages."""
         if "repeat" not in body:
             self._require_new(name)
-            self._stage(name, name, body, {})
+            self._stage(name, name, body, {}, 0)
             return
         _require_keys(body, ("repeat", "stages"), f"{self._where}, stage {name}")
         times = body["repeat"]
@@ -195,7 +198,8 @@ class _Reader:
         for number in range(1, times + 1):
             for inner_name, inner_body in inner.items():
                 inner_body = _mapping(inner_body, f"stage {inner_name}", self._where)
-                self._stage(inner_name, f"{inner_name}_{number}", inner_body, inner)
+                folder = f"{inner_name}_{number}"
+                self._stage(inner_name, folder, inner_body, inner, ROUND_SEED * (number - 1))
 
     def _require_new(self, name: str) -> None:
         if name in self._folders:
@@ -211,7 +215,9 @@ class _Reader:
             )
         self._folders[name] = ""
 
-    def _stage(self, name: str, folder: str, body: dict[str, Any], block: Mapping) -> None:
+    def _stage(
+        self, name: str, folder: str, body: dict[str, Any], block: Mapping, added_seed: int
+    ) -> None:
         """Plan one stage; `block` has the stages of its rounds, if it is in rounds."""
         where = f"{self._where}, stage {name}"
         needs: list[tuple[str, str]] = []
@@ -245,7 +251,10 @@ class _Reader:
                 fix="leave `seed` out of the stage, or run the recipe without --seeds",
             )
         run_dir = {"run-dir": str(self._run_dir / folder)}
-        merged = self._common | stage_flags | self._seed | run_dir
+        merged = self._common | self._seed | stage_flags | run_dir
+        seed = merged.get("seed", 0)
+        if added_seed and "seed" not in stage_flags and isinstance(seed, int):
+            merged["seed"] = seed + added_seed
         argv = _argv(merged, where)
         self._is_filter[name] = keep is not None
         self._results[name] = str(
