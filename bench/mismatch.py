@@ -16,21 +16,13 @@ exploration. A line of RESULTS is added when a run ends; --page writes the page 
 
 from __future__ import annotations
 
-import json
-import shutil
-import time
-from pathlib import Path
-from typing import Any
-
 import arms
 import every_method
 import numpy as np
+import paired
 
-from tpu_rl.evaluation import intervals
 from tpu_rl.report import markdown
 
-RESULTS = arms.ROOT / "docs/benchmarks/mismatch.jsonl"
-PAGE = arms.ROOT / "docs/benchmarks/mismatch.md"
 STEPS = 40
 ERRORS = (0.08, 0.02, 0.005)
 CURES = {
@@ -51,43 +43,6 @@ ARMS = {"0, none": f"{BASE} 0"} | {
 }
 """Errors in nats and cure -> flags."""
 CONTRASTS = (("0.08, recomputed", "0.08, none"), ("0.08, recomputed", "0, none"))
-
-
-def run_all(
-    study: every_method.Study,
-    results: Path,
-    names: list[str],
-    seeds: int,
-    minutes: float,
-    steps: int,
-) -> None:
-    """Run what has no line in `results`, all arms of a seed first, until the time is over."""
-    deadline = time.monotonic() + 60 * minutes
-    done = {(line["name"], line["seed"]) for line in arms.read_lines(results)}
-    for seed in range(seeds):
-        for name in names:
-            if (name, seed) in done:
-                continue
-            if time.monotonic() > deadline:
-                return
-            run_dir = study.folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # A run that broke off.
-            begun = time.monotonic()
-            every_method.train(study, ARMS[name], run_dir, seed, steps)
-            seconds = round(time.monotonic() - begun, 1)
-            measured = every_method.judged(study, str(run_dir / "model"))
-            rows = arms.read_metrics(run_dir)
-            key = "policy/log_prob_gap_mean"
-            gap = float(np.mean([row[key] for row in rows if key in row]))
-            line = {"name": name, "seed": seed, **measured, "seconds": seconds, "gap": gap}
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"DONE {name} {seed} {share(line):.3f} {seconds}", flush=True)
-
-
-def share(line: dict[str, Any]) -> float:
-    """Return the share of right sampled answers of a run."""
-    return float(every_method.unpacked(line["sampled"], every_method.SAMPLES).mean())
 
 
 # --- the page ---
@@ -112,33 +67,20 @@ Other rows are exploration.
 """
 
 
-def points(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
-    """Return the difference a - b in points with its interval over the seeds of both."""
-    by_seed = {line["seed"]: share(line) for line in b}
-    values = [share(line) - by_seed[line["seed"]] for line in a if line["seed"] in by_seed]
-    if not values:
-        return "-"
-    estimate = intervals.mean_estimate(values)
-    low, high = 100 * estimate.low, 100 * estimate.high
-    bounds = "" if np.isnan(low) else f" ({low:+.1f} to {high:+.1f})"
-    return f"{100 * float(np.mean(values)):+.1f}{bounds}, {len(values)} seeds"
-
-
-def summarize(lines: list[dict[str, Any]]) -> str:
+def summarize(lines: list[paired.Line]) -> str:
     """Return the page."""
-    runs = {name: [line for line in lines if line["name"] == name] for name in ARMS}
+    runs = paired.by_arm(STUDY, lines)
     sections = [
-        HEAD.format(steps=STEPS, problems=every_method.PROBLEMS, samples=every_method.SAMPLES)
+        HEAD.format(steps=STEPS, problems=every_method.PROBLEMS, samples=every_method.SAMPLES),
+        paired.contrasts(runs, CONTRASTS),
     ]
-    chosen = [[f"{a} minus {b}", points(runs[a], runs[b])] for a, b in CONTRASTS]
-    sections.append(f"{markdown.table(('contrast', 'points'), chosen)}\n")
     rows = [
         [
             name,
             len(own),
-            f"{100 * np.mean([share(line) for line in own]):.1f}",
+            f"{100 * np.mean([paired.share(line) for line in own]):.1f}",
             f"{np.mean([line['gap'] for line in own]):.2g}",
-            "-" if name == "0, none" else points(own, runs["0, none"]),
+            "-" if name == "0, none" else paired.points(own, runs["0, none"]),
             round(np.mean([line["seconds"] for line in own])),
         ]
         for name, own in runs.items()
@@ -146,31 +88,20 @@ def summarize(lines: list[dict[str, Any]]) -> str:
     ]
     columns = ("errors and cure", "seeds", "sampled, %", "gap, nats", "minus no errors", "seconds")
     sections.append(f"## All arms\n\n{markdown.table(columns, rows)}\n")
-    listing = "\n".join(f"{name:22} {ARMS[name]}" for name, own in runs.items() if own)
-    sections.append(f"## Settings\n\nPreset and flags of `launch/run.py`:\n\n```\n{listing}\n```\n")
+    sections.append(paired.settings(runs, ARMS))
     return "\n".join(sections)
 
 
-def main() -> None:
-    parser = arms.make_parser(__doc__)
-    parser.add_argument("--to", type=Path, default=Path("runs/mismatch"))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after these")
-    parser.add_argument("--small", action="store_true", help="one step; results stay in --to")
-    parser.add_argument("--page", action="store_true", help="write the page from the results")
-    flags = parser.parse_args()
-    if flags.page:
-        PAGE.write_text(summarize(arms.read_lines(RESULTS)), encoding="utf-8")
-        return
-    study = every_method.open_study(flags.to)
-    results, seeds, steps = RESULTS, flags.seeds, STEPS
-    if flags.small:
-        results, seeds, steps = flags.to / "results.jsonl", 1, 1
-    run_all(study, results, flags.arms, seeds, flags.minutes, steps)
-    if flags.small:
-        summarize(arms.read_lines(results))
+STUDY = paired.Paired(
+    results=arms.ROOT / "docs/benchmarks/mismatch.jsonl",
+    page=arms.ROOT / "docs/benchmarks/mismatch.md",
+    arms=ARMS,
+    seeds=10,
+    steps=STEPS,
+    summarize=summarize,
+    metrics={"gap": "policy/log_prob_gap_mean"},
+)
 
 
 if __name__ == "__main__":
-    main()
+    paired.main(STUDY, __doc__, "runs/mismatch")

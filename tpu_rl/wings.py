@@ -100,6 +100,7 @@ VERIFIERS: LazyTable[Verifier] = LazyTable(
         "consistent": "tpu_rl.verifiers.others",
         "cosine_length": "tpu_rl.verifiers.length",
         "dense": "tpu_rl.verifiers.others",
+        "diversity": "tpu_rl.verifiers.text_form",
         "doubt": "tpu_rl.verifiers.confidence",
         "easy_length": "tpu_rl.verifiers.length",
         "effort": "tpu_rl.verifiers.length",

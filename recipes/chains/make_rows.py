@@ -4,7 +4,8 @@
 
 Problems are arithmetic expressions with `prompt`, `answer`, `solution` and `completion` (both the
 worked solution), so that SFT and RL read the same file, and with `concept`: "sums" without products
-and "products" with one at least. Only held_out_products.jsonl has expressions of the evaluation split.
+and "products" with one at least. Only held_out_products.jsonl has expressions of the evaluation
+split.
 
     mixed.jsonl             2 to 5 terms
     half_a, half_b.jsonl    mixed.jsonl, split at random

@@ -163,6 +163,23 @@ def test_the_gradient_is_that_of_sft_on_the_accepted_completions():
     assert np.abs(gradient).max() > 0.1
 
 
+def test_super_hf_stays_near_the_first_policy():
+    """The gradient of kl_coef KL(first policy || policy) is that of sft, and 0 at the start."""
+    config = RftConfig(keep="best", max_per_prompt=1, kl_coef=0.5)
+    assert "reference" in config.roles
+    assert "reference" not in RftConfig().roles
+    params = tiny.init_params(MODEL)
+    moved = params | {"policy": tiny.init_params(MODEL, seed=1)["policy"]}
+    data = accepted_completions()
+    of_sft = sft(SftConfig(kl_coef=0.5), tiny.roles(MODEL), SAMPLING)
+    gradient = gradient_of(data, moved, rft(config, tiny.roles(MODEL), SAMPLING))
+    np.testing.assert_array_equal(gradient, gradient_of(data, moved, of_sft))
+    without = rft(RftConfig(), tiny.roles(MODEL), SAMPLING)
+    assert np.abs(gradient - gradient_of(data, moved, without)).max() > 1e-3
+    with pytest.raises(InputError, match="kl_coef does not go with round_steps"):
+        RftConfig(sampled_by="reference", round_steps=2, kl_coef=0.1)
+
+
 def test_training_ends_at_the_accepted_completions():
     """Cross-entropy is least where all accepted completions are equally likely."""
     algorithm = rft(RftConfig(), tiny.roles(MODEL), SAMPLING)

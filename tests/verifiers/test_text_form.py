@@ -6,7 +6,7 @@ import pytest
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.registry import resolve
 from tpu_rl.verifiers.others import coin
-from tpu_rl.verifiers.text_form import pattern, phrases
+from tpu_rl.verifiers.text_form import diversity, pattern, phrases
 
 TEXTS = ["Wait, no. wait: awaiting.", "Let me check. Let me  check", ""]
 
@@ -22,6 +22,15 @@ def test_phrases_are_counted_as_whole_words():
     assert phrases(any_of="hmm?|a.b")([""], [messages]) == [2.0]
     with pytest.raises(InputError, match="any_of"):
         phrases(any_of="wait|")
+
+
+def test_completions_of_a_prompt_differ_by_their_shared_pairs_of_tokens():
+    ids = [[1, 2, 3], [7], [1, 2, 4], [1, 2, 3], [9, 9], []]
+    score = diversity()([""] * 6, [""] * 6, completion_ids=ids, group=[0, 1, 0, 0, 2, 2])
+    # {12, 23} and {12, 24} share one of three pairs.
+    assert score == [pytest.approx(1 / 3), None, pytest.approx(2 / 3), pytest.approx(1 / 3), 1, 1]
+    with pytest.raises(InputError, match="size=0"):
+        diversity(size=0)
 
 
 def test_a_coin_tosses_by_prompt_and_completion():

@@ -14,6 +14,7 @@ at temperature 1 whatever that is.
                         (STaR, ReST, ReST-EM                    arXiv 2203.14465, 2308.08998,
                                                                 2312.06585)
     RAFT                keep "best", sampled_by "policy"                    arXiv 2304.06767
+    SuperHF             RAFT + kl_coef sum_t w_t KL(first policy || policy)  arXiv 2310.16763
     a stronger model    sampled_by "teacher"
 
 Deviations: the papers sample a data set first and then train on it, for several epochs. Here every
@@ -30,9 +31,10 @@ from typing import Annotated, Literal
 
 from tpu_rl import ranges
 from tpu_rl.algorithm_spec import Acceptance, ExperienceSpec, RoleSpec
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.algos.sft import SftConfig, sft
 from tpu_rl.losses.controllers import moving_reference
-from tpu_rl.ranges import Count, CountOrNone, Needs, ReadOnlyWith
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, Needs, NotNegative, ReadOnlyWith
 from tpu_rl.types import Algorithm, Roles, Sampling
 
 
@@ -65,6 +67,10 @@ class RftConfig(ranges.Checked):
     ] = 0
     """Expert iteration: the reference is set to the policy every so many optimizer steps. 0 never
     moves it."""
+    kl_coef: Annotated[
+        NotNegative, Conflicts("round_steps", why="the KL is to the policy before training")
+    ] = 0.0
+    """Coefficient of the KL, in nats per token, from the policy before training."""
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -74,9 +80,8 @@ class RftConfig(ranges.Checked):
     @property
     def roles(self) -> dict[str, RoleSpec]:
         roles = {"policy": RoleSpec(trainable=True)}
-        if self.sampled_by == "reference":
-            tracks_policy = 1.0 if self.round_steps else 0.0
-            roles["reference"] = RoleSpec(trainable=False, tracks_policy=tracks_policy)
+        needed = self.sampled_by == "reference" or self.kl_coef > 0
+        roles = with_reference(roles, needed, tracks_policy=1.0 if self.round_steps else 0.0)
         if self.sampled_by == "teacher":
             roles["teacher"] = RoleSpec(trainable=False, path=self.teacher)
         return roles
@@ -87,7 +92,7 @@ def rft(config: RftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     Its state counts the updates if the reference moves.
     """
-    algorithm = sft(SftConfig(), roles, sampling)
+    algorithm = sft(SftConfig(kl_coef=config.kl_coef), roles, sampling)
     if not config.round_steps:
         return algorithm
     init_state, after_update = moving_reference(config.round_steps)

@@ -1,14 +1,15 @@
-"""Terms of a text's form: thoughts in tags, repetition, and how often it says something."""
+"""Terms of a text's form: thoughts in tags, repetition, phrases, and how far texts differ."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
 from tpu_rl.errors import refused
-from tpu_rl.rewards.scoring import Reward
+from tpu_rl.rewards.scoring import DeclaredReward, Reward
 from tpu_rl.rewards.verifier import with_settings
 from tpu_rl.verifiers import composed
 
@@ -55,6 +56,44 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
     return score
 
 
+def diversity(size: int = 2) -> Reward:
+    """Return how far each completion is from the others of its prompt, from 0 to 1.
+
+    R = mean over the others of 1 - J, where J is the number of n-grams of tokens that both have
+    over the number that one of them has. It is 0 if all completions are equal, and nothing for a
+    single completion. `0*diversity` only measures whether a run narrows, as SuperHF does with
+    METEOR (arXiv 2310.16763).
+    """
+    composed.require(size >= 1, f"diversity(size={size})", "use 1 or more tokens")
+
+    def score(
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        completion_ids: Sequence[Sequence[int]],
+        group: Sequence[int],
+        **_: Any,
+    ) -> list[float | None]:
+        # Shorter texts are one n-gram.
+        grams = [
+            {tuple(ids[first : first + size]) for first in range(max(len(ids) - size + 1, 1))}
+            for ids in completion_ids
+        ]
+        rows_of: dict[int, list[int]] = defaultdict(list)
+        for row, number in enumerate(group):
+            rows_of[number].append(row)
+        values: list[float | None] = [None] * len(grams)
+        for rows in rows_of.values():
+            for row in rows:
+                others = [grams[other] for other in rows if other != row]
+                overlaps = [len(grams[row] & other) / len(grams[row] | other) for other in others]
+                if overlaps:
+                    values[row] = 1 - sum(overlaps) / len(overlaps)
+        return values
+
+    return DeclaredReward(score, whole_batch=True)
+
+
 def phrases(any_of: str = "wait|let me check|let me verify|alternatively", most: int = 0) -> Reward:
     """Return the number of times that each completion says one of the phrases of `any_of`.
 
@@ -97,6 +136,7 @@ def pattern(regex: str = "", whole: bool = False) -> Reward:
 
 
 VERIFIERS = {
+    "diversity": with_settings(diversity),
     "phrases": with_settings(phrases),
     "repetition": with_settings(repetition),
     "think_format": with_settings(think_format),
