@@ -25,6 +25,7 @@ from typing import Any, Literal
 from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticSource
 
 ROWS = 1600
+FILES = ("mixed", "half_a", "half_b", "sums", "products", "held_out_products", "worked", "bare")
 FIVE = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
 
 
@@ -53,17 +54,10 @@ def files() -> dict[str, list[dict[str, Any]]]:
     )
     worked = problems(FIVE, seed=23)
     bare = [row | {"completion": f"#{row['answer']}"} for row in worked]
-    return {
-        "mixed": mixed,
-        # Rows are drawn one after the other, so that every second one is a random half.
-        "half_a": mixed[::2],
-        "half_b": mixed[1::2],
-        "sums": sums,
-        "products": products[:ROWS],
-        "held_out_products": held_out[:500],
-        "worked": worked,
-        "bare": bare,
-    }
+    # Rows are drawn one after the other, so that every second one is a random half.
+    halves = (mixed[::2], mixed[1::2])
+    parts = (mixed, *halves, sums, products[:ROWS], held_out[:500], worked, bare)
+    return dict(zip(FILES, parts, strict=True))
 
 
 def main() -> None:

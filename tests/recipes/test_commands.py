@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.arithmetic import make_rows, make_texts
+from recipes.chains import make_rows as make_chain_rows
 from tpu_rl.commands import config
 from tpu_rl.commands.recipe import recipe_file
 from tpu_rl.experience.config import FileData
@@ -25,6 +26,7 @@ WRITTEN = {
         for name in ("random_games", "openings", "random", "perfect")
     ),
     *(f"runs/own_problem_rows/{name}.jsonl" for name in ("writer", "problems")),
+    *(f"runs/chain_rows/{name}.jsonl" for name in make_chain_rows.FILES),
     *(f"runs/gemma_rows/{name}.jsonl" for name in make_texts.rows(largest=20, worked=2)),
     *(
         f"runs/{folder}/games_{part}.jsonl"
@@ -61,7 +63,8 @@ def missing_files(parsed: config.ExperimentConfig) -> list[Path]:
         return []  # A task makes its problems, and has its rewards.
     rewards = [name for name in parsed.reward_names if ".py:" in name]
     paths = [parsed.data.path, parsed.data.evaluation_path, *rewards]
-    files = [Path(path.rpartition(":")[0] or path) for path in paths if path]
+    names = [name for path in paths if path for name in path.split(",")]
+    files = [Path(name.rpartition(":")[0] or name) for name in names]
     assert files
     return [file for file in files if not file.is_file() and str(file) not in WRITTEN]
 
