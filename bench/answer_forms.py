@@ -29,7 +29,11 @@ from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticSource
 STEPS = 40
 ROWS = 2000
 FORMS = ("{}", "{}+0", "0+{}", "1*{}")
-BASE = f"grpo {every_method.GROUPS} {every_method.OWN} --data.path {{to}}/forms.jsonl"
+BASE = (
+    f"grpo {every_method.GROUPS} --model.path builtin:arithmetic --data.path {{to}}/forms.jsonl "
+    "--sampling.max-prompt-tokens 24 --sampling.max-new-tokens 64 "
+    "--batch.row-length 256 --batch.micro-batch-rows 8"
+)
 LIKELIHOOD = f"{BASE} --reward 0*arithmetic --rollout.likelihood.mark '#' --rollout.likelihood.coef"
 ARMS = {
     "verifier": f"{BASE} --reward arithmetic",

@@ -81,6 +81,12 @@ CHAINS = {
         "`well_formed` is the share of answers in the right form (F22).",
         (("rl_3", "rl_fixed_3"),),
     ),
+    "stages": Chain(
+        "Texts, demonstrations, preferences, a last touch",
+        "What does each stage add to the domain, products, and take from short sums? (after "
+        "StatLLaMA, E17)",
+        (("sft", "texts"), ("dpo", "sft"), ("light", "dpo"), ("strong", "dpo")),
+    ),
     "without_sft": Chain(
         "PPO from the first model, or after SFT",
         "PPO against a reward model, without SFT before it: does it keep more of what the model "

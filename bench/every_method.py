@@ -104,6 +104,12 @@ METHODS = (
         "B2",
     ),
     Method(
+        "dynamic_needed",
+        "arithmetic_grpo --batch.prompts 16 --batch.group-size 8 "
+        "--rollout.dynamic-sampling-rounds 3 --rollout.dynamic-sampling-size needed",
+        "E13",
+    ),
+    Method(
         "rloo",
         f"{GRPO} --algorithm.advantages leave_one_out --algorithm.kl-reward-coef 0.01",
         "B2",

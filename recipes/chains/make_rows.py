@@ -13,6 +13,7 @@ split.
     held_out_products.jsonl the same of the evaluation split
     bare.jsonl              five terms with the bare result as the completion
     worked.jsonl            the same expressions, solved in steps
+    texts.jsonl             other solved expressions with products, as plain texts
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from typing import Any, Literal
 from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticSource
 
 ROWS = 1600
-FILES = ("mixed", "half_a", "half_b", "sums", "products", "held_out_products", "worked", "bare")
+FILES = (
+    *("mixed", "half_a", "half_b", "sums", "products", "held_out_products", "worked", "bare"),
+    "texts",
+)
 FIVE = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
 
 
@@ -56,7 +60,8 @@ def files() -> dict[str, list[dict[str, Any]]]:
     bare = [row | {"completion": f"#{row['answer']}"} for row in worked]
     # Rows are drawn one after the other, so that every second one is a random half.
     halves = (mixed[::2], mixed[1::2])
-    parts = (mixed, *halves, sums, products[:ROWS], held_out[:500], worked, bare)
+    texts = [{"text": row["prompt"] + row["solution"]} for row in products[ROWS:]]
+    parts = (mixed, *halves, sums, products[:ROWS], held_out[:500], worked, bare, texts)
     return dict(zip(FILES, parts, strict=True))
 
 

@@ -7,6 +7,9 @@ from tpu_rl.tasks import arithmetic
 def test_rows_are_solved_and_only_held_out_ones_are_of_the_evaluation_split():
     files = make_rows.files()
     assert set(files) == set(make_rows.FILES)
+    texts = files.pop("texts")
+    assert len(texts) > make_rows.ROWS / 2
+    assert {arithmetic.split_of(row["text"].partition("=")[0]) for row in texts} == {"train"}
     for name, rows in files.items():
         splits = {arithmetic.split_of(row["prompt"][:-1]) for row in rows}
         assert splits == {"eval" if name == "held_out_products" else "train"}
