@@ -23,6 +23,7 @@ import every_method
 import numpy as np
 import paired
 
+from tpu_rl.evaluation import intervals
 from tpu_rl.report import markdown
 from tpu_rl.tasks.arithmetic import Arithmetic, ArithmeticSource
 
@@ -46,7 +47,8 @@ ARMS = {
     "placebo": f"{LIKELIHOOD} 1 --rollout.likelihood.column other",
     "one form": f"{LIKELIHOOD} 1",
 }
-CONTRASTS = tuple((name, "verifier") for name in ("gain", "spread", "consistent", "placebo"))
+CHOSEN = ("gain", "spread", "consistent", "placebo")
+"""Arms that were to be compared with the verifier before any run."""
 
 
 def prepare(folder: Path) -> None:
@@ -71,14 +73,16 @@ beside it, to which `python bench/answer_forms.py --to runs/answer_forms` adds. 
 CPU cores that did other work too.
 
 The reward is the likelihood of the data's answer after the completion's calculation
-([RLPR, R3, GRPO-CARE](../reference/rollouts.md)). The shipped model writes a result as "13"; the
-data write it as "13", "13+0", "0+13" or "1*13" at random. {steps} steps of 16 problems with 8
-completions, learning rate 3e-4.
+([RLPR, R3, GRPO-CARE](../how-to/commands_by_task.md#a-reward-without-a-verifier)). The shipped
+model writes a result as "13"; the data write it as "13", "13+0", "0+13" or "1*13" at random.
+{steps} steps of 16 problems with 8 completions, learning rate 3e-4.
 
 Chosen before any run: an arm is not inferior to the verifier if the interval of arm minus verifier
 stays above -10 % of the verifier's gain. Differences are points of sampled accuracy on {problems}
 held-out problems ({samples} samples each), paired on seeds, with the 95 % interval over seeds. The
 start solves {start:.1f} %; 10 % of the verifier's gain are {margin:.1f} points.
+
+[What it means](demonstrations.md#a-reward-without-a-verifier).
 """
 
 
@@ -100,14 +104,30 @@ def summarize(lines: list[paired.Line]) -> str:
             len(own),
             ", ".join(f"{100 * paired.share(line):.1f}" for line in own),
             f"{100 * np.mean([paired.share(line) for line in own]):.1f}",
+            "-" if name == "verifier" else paired.points(own, runs["verifier"]),
             round(np.mean([line["seconds"] for line in own])),
         ]
         for name, own in runs.items()
         if own
     ]
-    columns = ("reward", "seeds", "sampled, % by seed", "mean", "seconds")
+    verdicts = [[name, judged(runs[name], runs["verifier"], start)] for name in CHOSEN]
+    columns = ("reward", "seeds", "sampled, % by seed", "mean", "minus verifier", "seconds")
     table = f"## All arms\n\n{markdown.table(columns, rows)}\n"
-    return "\n".join([head, paired.contrasts(runs, CONTRASTS), table, paired.settings(runs, ARMS)])
+    chosen = f"{markdown.table(('arm', 'against the verifier'), verdicts)}\n"
+    return "\n".join([head, chosen, table, paired.settings(runs, ARMS)])
+
+
+def judged(own: list[paired.Line], verifier: list[paired.Line], start: float) -> str:
+    """Return whether an arm is inferior to the verifier, by the interval over seeds."""
+    pairs = list(zip(own, verifier, strict=False))
+    if len(pairs) < 2:
+        return "-"
+    margin = -(100 * np.mean([paired.share(line) for line in verifier]) - start) / 10
+    lead = [100 * (paired.share(a) - paired.share(b)) for a, b in pairs]
+    estimate = intervals.mean_estimate(lead)
+    if estimate.low > margin:
+        return "not inferior"
+    return "inferior" if estimate.high < margin else "cannot be told"
 
 
 def every_method_start() -> str:

@@ -47,7 +47,7 @@ CHAINS = {
     ),
     "relift": Chain(
         "RL with imitation of what it never solves",
-        "Do three steps of SFT on unsolved problems before every ten of GRPO help? (after ReLIFT, "
+        "Do six steps of SFT on unsolved problems before every ten of GRPO help? (after ReLIFT, "
         "E10)",
         (("rl_3", "rl_alone_3"),),
     ),

@@ -60,6 +60,22 @@ def test_errors_of_log_probs_are_put_in_and_cured(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
+def test_answers_in_other_forms_are_rewarded_by_a_verifier_and_by_their_likelihood(tmp_path):
+    lines = small_results("answer_forms.py", tmp_path, "--arms", "verifier", "spread", "placebo")
+    assert [line["name"] for line in lines] == ["verifier", "spread", "placebo"]
+    row = json.loads((tmp_path / "forms.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert row["answer"] in row["form"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_the_best_of_eight_are_imitated_near_the_first_policy(tmp_path):
+    lines = small_results("super_hf.py", tmp_path, "--arms", "KL 0.1", "grpo")
+    assert [line["diversity"] > 0 for line in lines] == [True, True]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_losses_two_tokens_ahead_join_sft_and_grpo(tmp_path):
     lines = small_results("star_graphs.py", tmp_path, "--arms", "sft", "grpo")
     assert [tuple(line["run"]) for line in lines[:4]] == [
