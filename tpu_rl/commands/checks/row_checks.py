@@ -48,6 +48,7 @@ COLUMNS_OF_SOURCE = {
     "completions": {"weight", "span_weights", "ended"},
     "pairs": {"margin", "ended"},
     "step_labels": {"ended"},
+    "scored_completions": {"completion", "score"},
 }
 """The same, by the source of experience."""
 CHOICE_COLUMNS = ("choices", "options")

@@ -433,7 +433,8 @@ def read_rows(
     elif "messages" in spec.columns and not _has_messages(files, path, split):
         rows = read(("prompt", "completion", *spec.columns[1:]))
     else:
-        rows = read(spec.columns)
+        compares = spec.compared is not None and spec.sampled_by is None
+        rows = read(spec.columns, shapes.require_several if compares else None)
     if "completions" in spec.columns and files.step_separator:
         separate = functools.partial(shapes.with_separators, separator=files.step_separator)
         rows = rows.map(separate)
