@@ -18,8 +18,11 @@ from tpu_rl.algos.scored_completions import (
 from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
 from tpu_rl.data import shapes
 from tpu_rl.errors import InputError
+from tpu_rl.experience.config import FileData
+from tpu_rl.experience.rows import tasks
 from tpu_rl.losses.value_loss import Critic
 from tpu_rl.proofs import cases, tiny
+from tpu_rl.tasks.arithmetic import ArithmeticData
 from tpu_rl.train import update_step
 
 
@@ -189,6 +192,17 @@ def test_a_rated_completion_is_a_list_of_one():
     assert (row["completions"], row["scores"]) == (["a"], [2])
     with pytest.raises(ValueError, match="a critic"):
         shapes.require_several(row)
+
+
+def test_completions_are_read_as_they_are_and_tasks_have_none(tmp_path):
+    """They are no steps, which a separator would join."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "q", "completions": ["a", "b", "c"], "scores": [1, 0, 2]}\n')
+    spec = ScoredCompletionsConfig().experience
+    (row,) = tasks.file_rows(FileData(path=str(file)), spec, 0)[0]
+    assert row["completions"] == ["a", "b", "c"]
+    with pytest.raises(InputError, match="no scored completions"):
+        tasks.train_rows(ArithmeticData(), spec, seed=0, num_held_out=0)
 
 
 def test_only_a_critic_and_a_regression_take_single_completions():

@@ -233,7 +233,7 @@ def role_model(
     outputs = head_outputs(model, spec)
     if outputs is None:
         return require_writer(model, str(spec.path or config.model.path))
-    if is_frozen and model.config.num_outputs != outputs:
+    if is_frozen and spec.path is not None and model.config.num_outputs != outputs:
         raise InputError(
             f"the model has no head of {outputs} number",
             where=f"{spec.path}: config.json, architectures",
