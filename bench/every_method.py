@@ -7,8 +7,8 @@ The task is the default run's: expressions of five terms, from the shipped model
 start. A run takes 24 optimizer steps with 128 completions each: sampled ones, which is 16 problems
 with 8 completions or 128 with one, or demonstrations. Rewards are 1 for the right result. Learning
 rates are 3e-4, and 1e-4 for the losses of pairs and of scored completions; nothing was tuned. What
-methods need beside the budget is made once: a process model, two reward models, and answers of the
-start and of GRPO's model.
+methods need beside the budget is made once: a process model, two reward models, a critic, and
+answers of the start and of GRPO's model.
 
 Every model answers the same 500 held-out problems with the same random keys: twice at temperature
 1, and once greedily. A line of RESULTS is added when a run ends, and what stands there is not run
@@ -53,9 +53,14 @@ SURROGATE = f"{GRPO} --algorithm surrogates --algorithm.surrogate"
 MIXED = f"{GRPO} --algorithm mixed --algorithm.method"
 SLOW = "--optimizer.learning-rate 1e-4"
 PAIRS = f"arithmetic_dpo {GROUPS} {SLOW}"
-SCORED = (
-    f"{GRPO} {SLOW} --batch.row-length 640 --batch.micro-batch-rows 4 "
+SCORES = (
+    f"{SLOW} --batch.row-length 640 --batch.micro-batch-rows 4 "
     "--algorithm scored_completions --algorithm.scores"
+)
+SCORED = f"{GRPO} {SCORES}"
+A_LOL_OF_A_CRITIC = (
+    f"arithmetic_grpo {SINGLE} {SCORES} reference --algorithm.loss a_lol "
+    "--algorithm.critic {to}/critic/model"
 )
 DEMONSTRATIONS = (
     f"arithmetic_sft {SINGLE} --model.no-random-init --data.written-share 0.5 "
@@ -203,6 +208,8 @@ METHODS = (
     Method("tpo", f"{SCORED} reference --algorithm.loss tpo"),
     Method("prdp", f"{SCORED} reference --algorithm.loss prdp", "F42"),
     Method("a_lol", f"{SCORED} reference --algorithm.loss a_lol", "E35"),
+    Method("a_lol_value", A_LOL_OF_A_CRITIC, "E35"),
+    Method("a_lol_priority", f"{A_LOL_OF_A_CRITIC} --algorithm.priority 1", "E35"),
     # --- imitation ---
     Method("sft", DEMONSTRATIONS, "B4"),
     Method("dft", f"{DEMONSTRATIONS} --algorithm.loss dft"),
@@ -429,6 +436,7 @@ def prepare(study: Study, small: bool) -> None:
     models = {
         "process": "arithmetic_process_reward --algorithm.steps monte_carlo",
         "judge": "arithmetic_reward_model",
+        "critic": "arithmetic_grpo --algorithm value_pretraining",
         "robust_judge": "arithmetic_reward_model --algorithm.heads 4 --algorithm.deviations "
         "--algorithm.worst-share 0.5",
     }
@@ -565,8 +573,8 @@ sampling is in the seconds.
 SETTINGS = """## Settings
 
 Preset and flags of `launch/run.py`, beside the learning rate above. The folder has what the script
-made first: a process model and two reward models (60 steps each), answers of the start to 400
-problems, of which `judged.jsonl` marks the wrong ones and `critiques.jsonl` adds the worked
+made first: a process model, two reward models and a critic (60 steps each), answers of the start to
+400 problems, of which `judged.jsonl` marks the wrong ones and `critiques.jsonl` adds the worked
 solution to each, and answers of GRPO's model (`authored.jsonl`). Demonstrations are half worked
 solutions and half bare results; those of `shuffled.jsonl` belong to other problems. Curricula draw
 from 128 problems, as `pool` does, with which they are to be compared.

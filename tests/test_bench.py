@@ -101,3 +101,10 @@ def test_zeros_in_place_of_faults_are_measured():
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "zero" in ended.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_judge_of_three_verdicts_takes_a_step(tmp_path):
+    (line,) = small_results("three_verdicts.py", tmp_path)
+    assert len(line["verdicts"]) == len(line["labels"]) == 50

@@ -193,6 +193,9 @@ class ExperienceSpec(NamedTuple):
     """The loss is wrong for completions that an earlier policy sampled."""
     smallest_group: int = 1
     """Smallest number of completions per prompt; 2 if they are compared with each other."""
+    compared: int | None = None
+    """scored_completions: the most completions of a prompt, which are compared with each other, so
+    that there are two at least; None if there may be one."""
     positive_temperature: bool = False
     """The loss divides logits by the sampling temperature, so it must be above 0. That is always so
     for a policy that trains on rollouts."""
@@ -250,6 +253,16 @@ class ExperienceSpec(NamedTuple):
         if self.sampled_by is not None and by_policy < prompts:
             counts[self.sampled_by] = prompts - by_policy
         return {role: count for role, count in counts.items() if count}
+
+
+def given_scores(compared: int | None = None) -> ExperienceSpec:
+    """Make the spec of completions with scores that the data bring.
+
+    Args:
+      compared: the most completions of a prompt that are compared; None if they are not.
+    """
+    columns = ("prompt", "completions", "scores")
+    return ExperienceSpec("scored_completions", columns, sampled_by=None, compared=compared)
 
 
 def pairs_from(

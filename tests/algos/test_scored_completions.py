@@ -15,9 +15,14 @@ from tpu_rl.algos.scored_completions import (
     is_best,
     scored_completions,
 )
+from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
 from tpu_rl.data import shapes
 from tpu_rl.errors import InputError
+from tpu_rl.experience.config import FileData
+from tpu_rl.experience.rows import tasks
+from tpu_rl.losses.value_loss import Critic
 from tpu_rl.proofs import cases, tiny
+from tpu_rl.tasks.arithmetic import ArithmeticData
 from tpu_rl.train import update_step
 
 
@@ -33,10 +38,10 @@ GROUPS = ((3, (4, 1, 2)), (5, (2, 3)), (1, (6, 6, 3)))
 class Step:
     """The loss of a step, and the numbers of the formulas: log-probs of all completions."""
 
-    def __init__(self, scores: Any = None, **settings: Any):
+    def __init__(self, scores: Any = None, groups: tiny.Groups = GROUPS, **settings: Any):
         config = ScoredCompletionsConfig(**settings)
         self.roles, self.params = tiny.cast(config.roles | {})
-        given = tiny.scored_completions(groups=GROUPS)
+        given = tiny.scored_completions(groups=groups)
         self.data = given if scores is None else replace(given, scores=jnp.asarray(scores))
         algorithm = scored_completions(config, self.roles, tiny.SAMPLING)
         experience = tiny.experience(self.data)
@@ -45,6 +50,7 @@ class Step:
         parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
         self.loss = sum(float(jax.jit(algorithm.loss)(self.params, part)[0]) for part in parts)
         self.group = np.asarray(self.data.group_id)
+        self.tokens = np.asarray(self.data.tokens)
         self.mask = np.asarray(self.data.action_mask)
         self.scores = np.asarray(self.data.scores)
 
@@ -113,6 +119,48 @@ def test_a_lol_is_advantage_weighted_likelihood_at_ratio_one():
     assert step.loss == pytest.approx(-(gains * ratios * sums)[kept].mean(), rel=1e-6)
 
 
+def value_at_the_end(params: Any, tokens: np.ndarray) -> float:
+    """The output of a model with a head of one number at the last of the tokens."""
+    row = jnp.asarray(tokens)[None]
+    ones = jnp.ones_like(row)
+    hidden = cases.MODEL.hidden(params, row, jnp.arange(len(tokens))[None], ones, 0 * ones)
+    return (hidden[0, -1] @ params["unembedding"]).item()
+
+
+SINGLE = ((3, (4,)), (5, (2,)), (1, (6,)), (2, (3,)))
+
+
+@pytest.mark.parametrize(("groups", "priority"), [(SINGLE, 0.0), (GROUPS, 0.0), (GROUPS, 1.0)])
+def test_a_lol_of_a_critic_takes_the_value_of_the_prompt(groups, priority):
+    step = Step(groups=groups, loss="a_lol", clip=0.3, critic="a model", priority=priority)
+    prompts = [row[: mask.argmax()] for row, mask in zip(step.tokens, step.mask, strict=True)]
+    gains = step.scores - [value_at_the_end(step.params["value"], prompt) for prompt in prompts]
+    kept = gains > 0
+    assert 0 < kept.sum() < len(kept)
+    sums = step.sums("policy")
+    ratios = np.clip(np.exp(sums - step.sums("reference")), 0.7, 1.3)
+    shares = gains[kept] ** priority / np.sum(gains[kept] ** priority)
+    assert step.loss == pytest.approx(-np.sum(shares * (gains * ratios * sums)[kept]), rel=1e-6)
+
+
+def test_value_pretraining_on_scores_is_a_regression_before_every_token():
+    config = ValuePretrainingConfig(Critic(gamma=0.5), scores="given")
+    roles, params = tiny.cast(config.roles)
+    data = tiny.scored_completions(groups=SINGLE)
+    algorithm = value_pretraining(config, roles, tiny.SAMPLING)
+    batch, _ = algorithm.make_batch(tiny.experience(data), params, ())
+    batch = update_step.minibatch(batch, 0)
+    parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
+    loss = sum(float(jax.jit(algorithm.loss)(params, part)[0]) for part in parts)
+    tokens, mask = np.asarray(data.tokens), np.asarray(data.action_mask)
+    errors = [
+        value_at_the_end(params["value"], tokens[n, :t])
+        - data.scores[n] * 0.5 ** mask[n, t + 1 :].sum()
+        for n, t in np.argwhere(mask)
+    ]
+    assert loss == pytest.approx(0.5 * np.mean(np.square(errors)), rel=1e-6)
+
+
 def test_the_best_completion_is_the_first_of_the_highest_scores():
     scores = jnp.array([1.0, 3.0, 3.0, 9.0, -1.0, -2.0])
     group = jnp.array([4, 4, 4, 4, 7, 7])
@@ -137,10 +185,42 @@ def test_rows_of_scored_completions_have_room_for_all():
         data.scored_completions(rows, tokenizer, 6, 2)
 
 
+def test_a_rated_completion_is_a_list_of_one():
+    columns = ("prompt", "completions", "scores")
+    row = shapes.normalize({"prompt": "q", "completion": "a", "score": 2}, columns)
+    shapes.check_together(row, columns)
+    assert (row["completions"], row["scores"]) == (["a"], [2])
+    with pytest.raises(ValueError, match="a critic"):
+        shapes.require_several(row)
+
+
+def test_completions_are_read_as_they_are_and_tasks_have_none(tmp_path):
+    """They are no steps, which a separator would join."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "q", "completions": ["a", "b", "c"], "scores": [1, 0, 2]}\n')
+    spec = ScoredCompletionsConfig().experience
+    (row,) = tasks.file_rows(FileData(path=str(file)), spec, 0)[0]
+    assert row["completions"] == ["a", "b", "c"]
+    with pytest.raises(InputError, match="no scored completions"):
+        tasks.train_rows(ArithmeticData(), spec, seed=0, num_held_out=0)
+
+
+def test_only_a_critic_and_a_regression_take_single_completions():
+    for config in (ScoredCompletionsConfig(), ScoredCompletionsConfig(loss="a_lol")):
+        assert config.experience.compared == 8
+    for config in (
+        ScoredCompletionsConfig(loss="a_lol", critic="a model"),
+        ValuePretrainingConfig(scores="given"),
+    ):
+        assert config.experience.compared is None
+    with pytest.raises(InputError, match="critic is not read with loss rrhf"):
+        ScoredCompletionsConfig(critic="a model")
+
+
 @pytest.mark.parametrize(
     ("completions", "scores", "message"),
     [
-        (["a"], [1.0], "two or more"),
+        ([], [], "one or more"),
         (["a", "b"], [1.0, "x"], "finite numbers"),
         (["a", "b"], [1.0, float("nan")], "finite numbers"),
         (["a", "b"], [1.0, 2.0, 3.0], "2 `completions` and 3 `scores`"),

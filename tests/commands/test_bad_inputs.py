@@ -341,6 +341,16 @@ def test_a_classifier_does_not_write(directory, role):
     assert str(directory) in str(error.value.where)
 
 
+def test_a_language_model_is_no_critic(directory):
+    """Its new head would be random, and A-LoL would subtract noise."""
+    flags = ["scored_completions", "--model.path", str(directory), "--data.path", "rows.jsonl"]
+    a_lol = ["--algorithm.loss", "a_lol", "--algorithm.critic", str(directory)]
+    settings = config.parse([*flags, *a_lol])
+    with pytest.raises(InputError, match="no head of 1 number") as error:
+        roles.role_models(settings, roles.from_config(settings, roles.model_directory(settings)))
+    require_remedy(error.value)
+
+
 def test_the_run_of_a_reward_model_does_not_write(tmp_path):
     """For chat, serve and --kl-to, before any checkpoint is read."""
     settings = config.parse(["reward_model", "--model.path", "builtin:arithmetic"])

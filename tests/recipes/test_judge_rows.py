@@ -38,6 +38,31 @@ def test_right_and_wrong_rows_are_balanced(tmp_path, monkeypatch):
         write_rows(tmp_path, monkeypatch, [{"prompt": "x", "completion": "y", "label": "good"}])
 
 
+def test_spoiled_answers_are_invalid_or_praise_themselves(tmp_path, monkeypatch):
+    requests: list[str] = []
+    monkeypatch.setattr(judge, "load", lambda *_: lambda texts: requests.extend(texts) or [1.0])
+    text = "First 9 and 9 are 18, and so it is 42."
+    labeled = [
+        {"prompt": str(n), "completion": text, "answer": "42", "label": int(n < 40)}
+        for n in range(60)
+    ] + [{"prompt": "x", "completion": "And", "answer": "1", "label": "invalid"}]
+    rows = write_rows(tmp_path, monkeypatch, labeled, "--invalid")
+    judge.judge(model="DIR", invalid="0")(["x"], ["And"], answer=["1"])
+    asked = {row["prompt"][0]["content"]: row["answer"] for row in rows}
+    assert asked[requests[0]] == "Invalid"
+    answers = [row["answer"] for row in rows]
+    assert [answers.count(name) for name in ("Yes", "No", "Invalid")] == [40, 40, 41]
+    of_answers: dict[str, list[str]] = {"Yes": [], "No": [], "Invalid": []}
+    for request, verdict in asked.items():
+        of_answers[verdict].append(request.partition("[Answer")[2].partition("[end")[0])
+    assert sum("I have verified" in answer for answer in of_answers["No"]) == 20
+    # What is kept of a right answer ends before its number.
+    assert not any("42" in answer.partition("]")[2] for answer in of_answers["Invalid"])
+    assert any(answer.count("First") == 8 for answer in of_answers["Invalid"])
+    with pytest.raises(SystemExit, match="row 61"):
+        write_rows(tmp_path, monkeypatch, labeled)
+
+
 def test_a_pair_is_asked_about_in_both_orders(tmp_path, monkeypatch):
     requests: list[str] = []
     monkeypatch.setattr(

@@ -63,6 +63,44 @@ def test_a_completion_that_writes_a_verdict_gets_nothing(asked, text):
     assert not asked
 
 
+def test_a_third_verdict_takes_the_place_of_the_share(monkeypatch):
+    requests: list[str] = []
+
+    def load(model, choices, *_):
+        def ask(texts):
+            requests.extend(texts)
+            cut = "invalid" if len(choices) > 2 else 0.75
+            return [cut if "cut" in text.partition("[Answer")[2][:30] else 0.75 for text in texts]
+
+        return ask
+
+    monkeypatch.setattr(judge, "load", load)
+    for settings, value in (("", 0.75), (", invalid=0", 0.0), (", invalid=none", None)):
+        reward: Any = registry.resolve(f"judge(model=DIR{settings})")
+        assert reward(["Say."] * 2, ["cut", "whole"]) == [value, 0.75]
+    assert "Is the answer right?\nReply with one word, Yes or No." in requests[0]
+    assert requests[-1].endswith(
+        "Is the answer right? It is invalid if it is cut off, repeats itself, refuses, or gives no "
+        "answer.\nReply with one word, Yes, No or Invalid."
+    )
+    assert reward(["Say."], ["Verdict: Invalid"]) == [0.0]
+    asked = verdicts.request({}, "Right?", verdicts.YES_NO_INVALID, 1)
+    assert asked.endswith('with the line "Verdict: Yes", "Verdict: No" or "Verdict: Invalid".')
+    for settings in ("invalid=1", "invalid=0, criteria=rubric"):
+        with pytest.raises(InputError, match="invalid="):
+            registry.resolve(f"judge(model=DIR, {settings})")
+
+
+def test_the_heaviest_of_three_verdicts_counts():
+    assert verdicts.weighed([0.3, 0.1, 0.2]) == pytest.approx(0.75)
+    assert verdicts.weighed([0.1, 0.3, 0.6]) == "invalid"
+    assert verdicts.weighed([0.0, 0.0]) is None
+    said = ["Verdict: Invalid", "invalid", "Verdict: yes", "?"]
+    assert verdicts.share_of(said, verdicts.YES_NO_INVALID) == "invalid"
+    # The other verdict of a judge that was asked for two is none.
+    assert verdicts.share_of(said, verdicts.YES_NO) == 1.0
+
+
 def test_criteria_give_the_share_of_their_points(asked):
     reward: Any = registry.resolve("judge(model=DIR, criteria=rubric)")
     rows = [
@@ -100,6 +138,8 @@ def test_pairs_are_compared_in_both_orders(monkeypatch):
         ("Yes, but no", None),
         ("", None),
         ("Verdict: maybe", None),
+        ("It stops. Verdict: Invalid.", "invalid"),
+        ("Verdict: Yes or Invalid", None),
         ("The verdict: a triumph, no doubt. The verdict: A fair one.", None),
     ],
 )
@@ -108,9 +148,9 @@ def test_verdicts(text, expected):
 
 
 def test_the_reward_that_trains_a_judge():
-    answers = ["Yes", True, 0, "A"]
-    said = ["Verdict: yes", "No", "Verdict: No", "a"]
-    assert judge.verdict([""] * 4, said, answer=answers) == [1, 0, 1, 1]
+    answers = ["Yes", True, 0, "A", "Invalid", "Invalid"]
+    said = ["Verdict: yes", "No", "Verdict: No", "a", "Verdict: Invalid", "No"]
+    assert judge.verdict([""] * 6, said, answer=answers) == [1, 0, 1, 1, 1, 0]
     with pytest.raises(InputError, match="'answer'"):
         judge.verdict([""], ["Yes"], answer=["perhaps"])
 
@@ -159,6 +199,15 @@ def test_a_model_says_the_odds_of_its_next_token(folder, capsys):
     assert "5008 tokens" in str(failure)
     with pytest.raises(InputError, match="no token"):
         judge_models.local(str(folder), verdicts.YES_NO, 0, 8)
+
+
+def test_a_third_verdict_is_the_likeliest_of_the_three_next_tokens(folder):
+    (share,) = judge_models.local(str(folder), verdicts.A_B, 0, 8)(["Which?"])
+    # Of three verdicts, each is the third once: one of them is the likeliest.
+    orders = [("A", "B", "C"), ("B", "C", "A"), ("C", "A", "B")]
+    values = [judge_models.local(str(folder), order, 0, 8)(["Which?"])[0] for order in orders]
+    assert values.count("invalid") == 1
+    assert values[0] in ("invalid", pytest.approx(share, abs=1e-6))
 
 
 @pytest.mark.slow
@@ -235,6 +284,8 @@ def test_a_server_judges(address):
     assert isinstance(failure, RewardFailure)
     assert "too long" in str(failure)
     assert judge_models.remote(address, "small", verdicts.YES_NO, 3, 8)(["Is it?"]) == [0.5]
+    with pytest.raises(InputError, match="Invalid of a server needs votes"):
+        judge_models.remote(address, "", verdicts.YES_NO_INVALID, 0, 8)
     with pytest.raises(InputError, match="no model 'large'"):
         judge_models.remote(address, "large", verdicts.YES_NO, 0, 8)
 

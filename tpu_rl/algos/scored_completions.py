@@ -9,22 +9,34 @@ With r_i the score of completion i, and s_i a function of its log-probs,
     prdp    mean over pairs of max(d, d'),  d = (beta (s_i - s_j) - (r_i - r_j))^2,
             s = sum_t log policy(y_t) / reference(y_t); in d' each s is at most `clip` nats from
             its value before the update                             arXiv 2402.08714, eq. 9 and 12
-    a_lol   mean over i with A_i > 0 of -A_i clip(w_i, 1 - clip, 1 + clip) s_i,  A_i = r_i - V(x),
+    a_lol   sum over i with A_i > 0 of -q_i A_i clip(w_i, 1 - clip, 1 + clip) s_i,
+            A_i = r_i - V(x),  q_i = A_i^priority / (sum of these),
             s = sum_t log policy(y_t), w = policy / reference of the completion, held constant
                                                                     arXiv 2305.14718, eq. 4 and 5
 
 rrhf is also the loss of PerfRL (arXiv 2312.05657). prdp is zero if and only if policy = reference
 exp(r / beta) / Z on the completions.
 
-Deviations: rrhf's likelihood of the best is a mean over tokens, as in its code. a_lol's V is the
-mean score of the prompt's completions, not a head on the frozen model, and A is a weight, not a
-probability of being drawn. tpo's gold completion is the one with the highest score, not a column of
-its own; its mean over tokens is per prompt. Of equal scores the first counts as the best.
+a_lol's V(x) is what `critic`, a model of `value_pretraining`, gives the last token of the prompt.
+The paper fits it to scores of the reference's own samples, which `value_pretraining` does; if only
+the data have scores, it is fitted to those (`scores` "given"). A prompt may then have a single
+completion. Without a critic, V(x) is the mean score of the prompt's completions.
+
+The authors' code draws completions with a probability proportional to A, and weighs their loss by A
+as well. q with `priority` 1 is the expectation of these draws, within a step: it needs no draws,
+and has the same gradient without their noise. With 0, completions with A > 0 count alike.
+
+Deviations: rrhf's likelihood of the best is a mean over tokens, as in its code. a_lol's critic is a
+model of its own, which starts as the reference, not a layer on the reference's hidden states; q
+sums to 1 over a step, not over all data. tpo's gold completion is the one with the highest score,
+not a column of its own; its mean over tokens is per prompt. Of equal scores the first counts as the
+best.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import jax
@@ -32,11 +44,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, given_scores
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.losses import advantages, masked
+from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.ranges import In, Positive
+from tpu_rl.ranges import In, NotNegative, Positive, ReadOnlyWith
+from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -68,18 +81,37 @@ class ScoredCompletionsConfig(ranges.Checked):
     clip: Positive = 0.2
     """prdp: nats that a completion's log-prob may move per batch. a_lol: range of the ratio around
     1."""
+    critic: Annotated[
+        str | None, ReadOnlyWith("loss", "a_lol", why="the other losses compare completions")
+    ] = None
+    """a_lol: the model whose value of the prompt is subtracted from scores, the model folder of a
+    run of value_pretraining. By default that is the mean score of the prompt's completions."""
+    priority: Annotated[
+        NotNegative, ReadOnlyWith("loss", "a_lol", why="the other losses have no advantages")
+    ] = 0.0
+    """a_lol: power of the advantage by which completions count beside their advantage. 1 is the
+    paper's priority sampling; 0 is none."""
 
     @property
     def experience(self) -> ExperienceSpec:
+        compared = self.max_completions if self.critic is None else None
         if self.scores == "given":
-            columns = ("prompt", "completions", "scores")
-            return ExperienceSpec("scored_completions", columns, sampled_by=None)
-        return ExperienceSpec("scored_completions", sampled_by=self.scores, smallest_group=2)
+            return given_scores(compared)
+        smallest_group = 1 if compared is None else 2
+        return ExperienceSpec(
+            "scored_completions",
+            sampled_by=self.scores,
+            smallest_group=smallest_group,
+            compared=compared,
+        )
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
         needed = self.loss in ("prdp", "a_lol") or self.scores == "reference"
-        return with_reference({"policy": RoleSpec(trainable=True)}, needed)
+        roles = {"policy": RoleSpec(trainable=True)}
+        if self.critic is not None:
+            roles["value"] = RoleSpec(trainable=False, path=self.critic, outputs=1)
+        return with_reference(roles, needed)
 
 
 @struct.dataclass
@@ -89,8 +121,8 @@ class Batch:
     rows: PackedRows
     weights: dict[str, Array]
     """"pairs": at the first token of each completion, the number of pairs with later ones of its
-    prompt, over the number of all (rrhf: of all prompts). "best" or "completion": 1 / their
-    number, at the first token of each."""
+    prompt, over the number of all (rrhf: of all prompts). "best": 1 / their number, at the first
+    token of each. "completion": q, at the same places."""
     action_mask: Array
     lengths: Array
     peers: dict[str, Array]
@@ -181,7 +213,13 @@ def scored_completions(
         best = is_best(data.scores, data.group_id, exists)
         compared = exists & ~best if config.loss == "tpo" else exists
         peers, pairs, differences, num_pairs = compared_pairs(config, data, layout, compared)
-        gain = advantages.group_centered(data.scores, data.group_id, exists)
+        if config.critic is None:
+            gain = advantages.group_centered(data.scores, data.group_id, exists)
+        else:
+            # V before the first token of each completion, which is V(x) of its prompt.
+            value_of = partial(value_loss.values, roles["value"], params)
+            values = layout.unpack(packing.over_micro_batches(value_of, rows))
+            gain = data.scores - masked.total(values, first, axis=-1)
         weights = loss_weights(config, layout, first, best, num_pairs, gain)
         return Batch(
             rows=rows,
@@ -254,7 +292,7 @@ def loss_weights(
         first: [N, T] bool, the first token of each completion.
         best: [N] bool, the best completion of each prompt.
         num_pairs: [N], the pairs that each completion is in.
-        gain: [N], the score minus the mean of the prompt.
+        gain: [N], the score minus the value of the prompt.
 
     Returns:
         name of the term -> [N, T], 0 but at first tokens.
@@ -264,7 +302,8 @@ def loss_weights(
         return masked.token_mean(selected, layout.minibatch, layout.minibatches)
 
     if config.loss == "a_lol":
-        return {"completion": mean(first & (gain > 0)[:, None])}
+        drawn = jnp.where(gain > 0, gain**config.priority, 0.0)
+        return {"completion": mean(first * drawn[:, None])}
     if config.loss == "prdp":
         return {"pairs": mean(first * num_pairs[:, None])}
     of_best = mean(first & best[:, None])

@@ -216,8 +216,13 @@ def reading(algorithm: AlgorithmConfig) -> ScoreReadout | None:
     return next((reading for reading in readings if reading is not None), None)
 
 
-def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
-    """Return the architecture of a role, without adapters. No weights are read."""
+def role_model(
+    config: ExperimentConfig, base: Model, spec: RoleSpec, is_frozen: bool = False
+) -> Model:
+    """Return the architecture of a role, without adapters. No weights are read.
+
+    Raises InputError if the model has no head of its own for a role that never learns one.
+    """
     model = base
     if spec.path is not None:
         model = from_config(config, models.find_configuration(model_path(spec.path)))
@@ -228,6 +233,13 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
     outputs = head_outputs(model, spec)
     if outputs is None:
         return require_writer(model, str(spec.path or config.model.path))
+    if is_frozen and spec.path is not None and model.config.num_outputs != outputs:
+        raise InputError(
+            f"the model has no head of {outputs} number",
+            where=f"{spec.path}: config.json, architectures",
+            why="a new head would be random, and this role never learns",
+            fix="give the model folder of a run of value_pretraining",
+        )
     return models.with_head(model, outputs)
 
 
@@ -278,7 +290,7 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
         )
     result = {}
     for name, spec in specs(config).items():
-        model = role_model(config, base, spec)
+        model = role_model(config, base, spec, is_frozen=not changes(config, name))
         if config.rollout.replay_routing and name == "policy":
             model = _replaying(model)
         select = place(config, name)

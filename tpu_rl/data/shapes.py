@@ -79,8 +79,9 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
 
     Columns of published shapes (`SHAPES`) become `messages`, `prompt` and `completion`. `text`
     becomes an empty prompt and a completion. The beginning that `chosen` and `rejected` share
-    becomes the prompt. The last answer of `messages` is split off, if they end with it. Other
-    columns stay. Raises ValueError if the shape is clear but the row does not fit it.
+    becomes the prompt. The last answer of `messages` is split off, if they end with it. A
+    `completion` with its `score` becomes lists of one, if such are read. Other columns stay. Raises
+    ValueError if the shape is clear but the row does not fit it.
     """
     row = renamed(row, names)
     _refuse_media(row)
@@ -98,6 +99,8 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
         row = row | {"tools": row["functions"]}
     if "tools" in row and "tools" not in columns:
         row = row | {"tools": message_forms.canonical_tools(row["tools"])}
+    if "scores" in columns and "completion" in row and "score" in row and "scores" not in row:
+        row = row | {"completions": [row["completion"]], "scores": [row["score"]]}
     return images.placed(_with_system(_with_columns(row, columns), columns))
 
 
@@ -319,15 +322,24 @@ def _check_steps(steps: Any, labels: Any) -> None:
 
 
 def _check_scores(completions: Any, scores: Any) -> None:
-    """Raise ValueError unless each of several completions has a score."""
-    if not isinstance(completions, list) or len(completions) < 2:
-        raise ValueError("`completions` is a list of two or more completions")
+    """Raise ValueError unless each of one or more completions has a score."""
+    if not isinstance(completions, list) or not completions:
+        raise ValueError("`completions` is a list of completions, one or more")
     if not isinstance(scores, list) or not all(map(is_number, scores)):
         raise ValueError("`scores` is a list of finite numbers")
     if len(scores) != len(completions):
         raise ValueError(
             f"there are {len(completions)} `completions` and {len(scores)} `scores`; "
             "there is one score for each completion"
+        )
+
+
+def require_several(row: Row) -> None:
+    """Raise ValueError if a row has one completion, where completions are compared."""
+    if len(row["completions"]) < 2:
+        raise ValueError(
+            "`completions` has one completion, and the loss compares two or more; one suffices to "
+            "A-LoL with a critic (--algorithm.loss a_lol --algorithm.critic DIR)"
         )
 
 

@@ -22,6 +22,7 @@ from tpu_rl.verifiers.verdicts import (
     A_B,
     VERDICT,
     YES_NO,
+    YES_NO_INVALID,
     Choices,
     Judge,
     Share,
@@ -45,6 +46,7 @@ def judge(
     votes: int = 0,
     max_tokens: int = 512,
     name: str = "",
+    invalid: str = "",
 ) -> Reward:
     """Return the probability with which a language model says that each completion is right.
 
@@ -58,11 +60,19 @@ def judge(
     "points": ...}, and gives the share of the points, from 0 to 1 (arXiv 2507.17746). A completion
     that writes "Verdict: Yes" or "Verdict: No" itself gets 0. Where the judge gives no verdict
     there is no reward; a judge that cannot be reached is a fault.
+
+    `invalid=0` adds a third verdict, Invalid, for completions that are cut off, repeat themselves,
+    refuse or give no answer (CompassVerifier, arXiv 2508.03686). Those of which it is the likeliest
+    get 0; with invalid=none they get no reward, which check_reward reads as this verdict.
     """
     decision = _question(question, rubric, IS_RIGHT)
+    of_invalid = {"": None, "none": None, "0": 0.0}
+    composed.require(invalid in of_invalid, f"invalid={invalid}", "use 0 or none")
+    composed.require(not (criteria and invalid), "criteria=, invalid=", "give one of them")
+    choices = YES_NO_INVALID if invalid else YES_NO
     if not model:
         return _no_model
-    ask = load(model, YES_NO, votes, max_tokens, name)
+    ask = load(model, choices, votes, max_tokens, name)
 
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
@@ -80,12 +90,13 @@ def judge(
             # A completion that gives its own verdict is not judged, and gets 0.
             questions = [] if VERDICT.search(text) else questions
             questions_of.append(questions)
-            requests += [request(data, one, YES_NO, votes) for one, _ in questions]
+            requests += [request(data, one, choices, votes) for one, _ in questions]
         shares = iter(ask(requests))
-        return [
+        totals = [
             _total([(next(shares), points) for _, points in questions])
             for questions in questions_of
         ]
+        return [of_invalid[invalid] if isinstance(total, str) else total for total in totals]
 
     return score
 
@@ -168,10 +179,11 @@ def verdict(
 ) -> list[float]:
     """Return 1 for each completion with the right verdict, else 0: the reward that trains a judge.
 
-    `answer` is "Yes" or "No" (also true and false, 1 and 0), or "A" or "B". The verdict is the last
-    "Verdict: Yes" behind the thoughts, or the whole answer. recipes/judge_rows.py writes rows.
+    `answer` is "Yes" or "No" (also true and false, 1 and 0), "Invalid", or "A" or "B". The verdict
+    is the last "Verdict: Yes" behind the thoughts, or the whole answer. recipes/judge_rows.py
+    writes rows.
     """
-    expected = "Yes, No, A or B"
+    expected = "Yes, No, Invalid, A or B"
     truths = composed.references("answer", answer, _label, expected)
     said = [read_verdict(text_of(completion)) for completion in completions]
     return [float(one == truth) for one, truth in zip(said, truths, strict=True)]
@@ -240,7 +252,7 @@ def _points(columns: Mapping[str, Sequence[Any]], name: str) -> list[list[tuple[
 def _total(shares: Sequence[tuple[Share, float]]) -> Share:
     """Return the share of the points that were earned, in [0, 1]: 0 of nothing.
 
-    A failure or a missing verdict is passed on.
+    A failure, a missing verdict or a third one is passed on.
     """
     values = []
     for share, points in shares:
@@ -254,7 +266,7 @@ def _total(shares: Sequence[tuple[Share, float]]) -> Share:
 def _label(value: Any) -> str:
     text = str(value).strip().lower()
     text = {"true": "yes", "1": "yes", "false": "no", "0": "no"}.get(text, text)
-    if text not in ("yes", "no", "a", "b"):
+    if text not in ("yes", "no", "invalid", "a", "b"):
         raise ValueError(f"{value!r} is no verdict")
     return text
 

@@ -20,7 +20,7 @@ from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params, Purpose
-from tpu_rl.verifiers.verdicts import Choices, Judge, Share, share_of
+from tpu_rl.verifiers.verdicts import Choices, Judge, Share, share_of, weighed
 
 BATCH_ROWS = 16
 """Requests per call of a local model."""
@@ -31,7 +31,7 @@ RETRIES = 5
 SECONDS = 300.0
 """The longest wait for one answer of a server."""
 SURE = 0.05
-"""Below this probability of both verdicts together, a model does not answer in one word."""
+"""Below this probability of all verdicts together, a model does not answer in one word."""
 
 
 def seed_of(request: str) -> int:
@@ -139,24 +139,24 @@ def by_votes(loaded: Loaded, choices: Choices, votes: int, max_tokens: int) -> A
 
 
 def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
-    """Read the probabilities of both verdicts as the next token of each request."""
+    """Read the probabilities of the verdicts as the next token of each request."""
     letters = [first_tokens(loaded.tokenizer, choice) for choice in choices]
     model = loaded.model
 
     @jax.jit
-    def log_odds(params: Params, tokens: Array, mask: Array) -> tuple[Array, Array]:
-        """Return log P(first) - log P(second) of the next token, and log P of either, [B]."""
+    def log_probs_of(params: Params, tokens: Array, mask: Array) -> Array:
+        """Return the log-prob of each verdict as the next token, [B, verdicts]."""
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         segments = mask.astype(jnp.int32)
         hidden = model.hidden(params, tokens, columns, segments, jnp.zeros_like(segments))
         last = jnp.argmax(columns * segments, axis=1)
         of_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         log_probs = jax.nn.log_softmax(model.logits(params, of_last)[:, 0].astype(jnp.float32))
-        first, second = (jax.nn.logsumexp(log_probs[:, np.array(ids)], axis=1) for ids in letters)
-        return first - second, jnp.logaddexp(first, second)
+        verdicts = [jax.nn.logsumexp(log_probs[:, np.array(ids)], axis=1) for ids in letters]
+        return jnp.stack(verdicts, axis=1)
 
     def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
-        odds, either = np.zeros((2, len(ids)), np.float32)
+        log_probs = np.zeros((len(ids), len(choices)))
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         # Batches of equal size whose width is a power of two, so that few programs are compiled.
         for start in range(0, len(order), BATCH_ROWS):
@@ -169,11 +169,13 @@ def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
                 mask[place, : len(ids[row])] = True
             with jax.set_mesh(loaded.mesh):
                 of_batch = sharding.to_host(
-                    log_odds(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))
+                    log_probs_of(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))
                 )
-            odds[rows], either[rows] = (array[: len(rows)] for array in of_batch)
-        say_unsure(loaded.path, float(np.exp(either).mean()))
-        return [1 / (1 + math.exp(-float(value))) for value in odds]
+            log_probs[rows] = of_batch[: len(rows)]
+        say_unsure(loaded.path, float(np.exp(log_probs).sum(axis=1).mean()))
+        # Scaled by the largest, so that none of small probabilities becomes 0 / 0.
+        weights = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
+        return [weighed(row) for row in weights.tolist()]
 
     return answer
 
@@ -183,11 +185,11 @@ _UNSURE: set[str] = set()
 
 
 def say_unsure(path: str, share: float) -> None:
-    """Say once that a judge gives its two verdicts almost no probability."""
+    """Say once that a judge gives its verdicts almost no probability."""
     if share < SURE and path not in _UNSURE:
         _UNSURE.add(path)
         print(
-            f"note: the judge {path} gives its two verdicts {share:.1%} of the next token's "
+            f"note: the judge {path} gives its verdicts {share:.1%} of the next token's "
             "probability: it does not answer in one word; add votes=4",
             file=sys.stderr,
         )
@@ -218,8 +220,16 @@ def remote(address: str, name: str, choices: Choices, votes: int, max_tokens: in
     """Open the judge behind the address of a server that speaks OpenAI's protocol.
 
     Raises:
-        InputError: if the server does not answer, or has no such model.
+        InputError: if the server does not answer or has no such model, or its next token cannot
+          tell a third verdict.
     """
+    if len(choices) > 2 and not votes:
+        raise InputError(
+            f"the verdict {choices[2]} of a server needs votes",
+            where=f"model={address}",
+            why="it may be several tokens, of which a server tells one",
+            fix="add votes=1 or more",
+        )
     with refused(
         ImportError,
         "a judge behind an address needs the package openai",
@@ -267,11 +277,17 @@ def remote(address: str, name: str, choices: Choices, votes: int, max_tokens: in
             return share_of([choice.message.content or "" for choice in reply.choices], choices)
         content = reply.choices[0].logprobs and reply.choices[0].logprobs.content
         likely = content[0].top_logprobs if content else []
-        first, second = (
-            sum(math.exp(one.logprob) for one in likely if one.token.strip().lower() == word)
-            for word in (choices.first.lower(), choices.second.lower())
+        words = [one.token.strip().lower() for one in likely]
+        return weighed(
+            [
+                sum(
+                    math.exp(one.logprob)
+                    for one, word in zip(likely, words, strict=True)
+                    if word == choice.lower()
+                )
+                for choice in choices
+            ]
         )
-        return first / (first + second) if first + second else None
 
     def ask_all(requests: Sequence[str]) -> list[Share]:
         unique = list(dict.fromkeys(requests))

@@ -48,6 +48,7 @@ COLUMNS_OF_SOURCE = {
     "completions": {"weight", "span_weights", "ended"},
     "pairs": {"margin", "ended"},
     "step_labels": {"ended"},
+    "scored_completions": {"completion", "score"},
 }
 """The same, by the source of experience."""
 CHOICE_COLUMNS = ("choices", "options")
@@ -125,7 +126,7 @@ def note_reading(
         unused += _unread(rows[0].get(name), name, sources, words, only)
     if unused:
         notes.append(f"columns that nothing reads: {', '.join(unused)}")
-    if "completions" in spec.columns and rows[0]["completions"][0].endswith(files.step_separator):
+    if "labels" in spec.columns and rows[0]["completions"][0].endswith(files.step_separator):
         notes.append("steps are joined as they are, or by --data.step-separator, a line end")
     if _is_chat(rows[0], tokenizer) and tokenizer.turn_end != tokenizer.eos_ids[0]:
         end, eos = (

@@ -163,6 +163,14 @@ def scored_completions() -> ExperimentConfig:
     A row has a `prompt`, `completions`, a list of two or more, and `scores`, a number for each.
     `--batch.group-size` is the largest number of completions of a prompt. `--algorithm.loss`
     selects the method. `--algorithm.scores policy` with `--reward` samples the completions.
+
+    A-LoL with a critic takes rows with a single completion, also as `completion` and `score`. The
+    first of two runs fits the critic to the same rows:
+
+        python launch/run.py scored_completions --model.path DIR --data.path scored.jsonl \\
+            --algorithm value_pretraining --algorithm.scores given --run-dir runs/critic
+        python launch/run.py scored_completions --model.path DIR --data.path scored.jsonl \\
+            --algorithm.loss a_lol --algorithm.critic runs/critic/model --algorithm.priority 1
     """
     base = grpo()
     return replace(

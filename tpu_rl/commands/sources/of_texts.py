@@ -87,20 +87,19 @@ def make_step_labels(context: RunContext, stage: Stage, params: Params) -> Sourc
 
 
 def make_scored_completions(context: RunContext, stage: Stage, params: Params) -> Source:
-    algorithm: Any = stage.algorithm
+    spec = stage.algorithm.experience
     size = context.config.batch.group_size
-    if size > algorithm.max_completions:
+    if spec.compared is not None and size > spec.compared:
         raise InputError(
             f"a prompt has {size} completions",
             where="--batch.group-size, --algorithm.max-completions",
-            why=f"at most {algorithm.max_completions} are compared",
+            why=f"at most {spec.compared} are compared",
             fix="make them equal",
         )
-    sampled_by = algorithm.experience.sampled_by
     stream = compose.row_stream(context, stage)
-    if sampled_by is not None:
+    if spec.sampled_by is not None:
         return completions.sampled_scores_source(
-            compose.rollout_engine(context, sampled_by), stream
+            compose.rollout_engine(context, spec.sampled_by), stream
         )
     to_scored = partial(
         data.scored_completions,

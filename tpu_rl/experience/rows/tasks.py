@@ -121,6 +121,13 @@ def train_rows(
     task = task_of(data_config)
     if task is None:
         return file_rows(data_config, spec, num_held_out)[0]
+    if "scores" in spec.columns:
+        raise InputError(
+            "these data have no scored completions",
+            where="--algorithm.scores given",
+            why="the task makes problems, and nobody has answered them",
+            fix="give --data.path, or sample them: --algorithm.scores policy",
+        )
     if spec.kind in (Demonstrations, Completions):
         return task.demonstrations(data_config, seed)
     return task.train_rows(data_config, seed)
@@ -433,8 +440,9 @@ def read_rows(
     elif "messages" in spec.columns and not _has_messages(files, path, split):
         rows = read(("prompt", "completion", *spec.columns[1:]))
     else:
-        rows = read(spec.columns)
-    if "completions" in spec.columns and files.step_separator:
+        compares = spec.compared is not None and spec.sampled_by is None
+        rows = read(spec.columns, shapes.require_several if compares else None)
+    if "labels" in spec.columns and files.step_separator:
         separate = functools.partial(shapes.with_separators, separator=files.step_separator)
         rows = rows.map(separate)
     if spec.kind is Rollout and files.format in ("plain", "code"):
