@@ -74,9 +74,10 @@ def config_class(factory: Callable[..., Any], path: str) -> type:
     if len(parameters) != 3:
         raise _wrong_form(path, f"its parameters are ({', '.join(parameters)})")
     # Without a decorator of its own, the settings of a subclass would be no fields.
-    if not (isinstance(config, type) and "__dataclass_params__" in vars(config)):
+    options = vars(config).get("__dataclass_params__") if isinstance(config, type) else None
+    if not isinstance(config, type) or options is None:
         raise _wrong_form(path, f"the annotation of {parameters[0]} is no dataclass: {config}")
-    if not vars(config)["__dataclass_params__"].frozen:
+    if not options.frozen:
         raise _wrong_form(path, f"{config.__name__} is not frozen")
     missing = [name for name in ("experience", "roles") if not hasattr(config, name)]
     if missing:
