@@ -134,7 +134,7 @@ MISFITS = {
     ),
     "routing of a policy that does not learn": (
         ["arithmetic_grpo", "--algorithm", "value_pretraining", "--rollout.replay-routing"],
-        "--rollout.replay-routing",
+        "--rollout.replay-routing, --algorithm",
     ),
     "routing of what is read anew": (
         ["arithmetic_grpo", "--rollout.replay-routing", "--rollout.partial", "2"],
@@ -156,7 +156,10 @@ MISFITS = {
         ["arithmetic_grpo", "--algorithm.overlong-buffer", "8", "--agent", "my_agent.py:run"],
         "--algorithm.overlong-buffer, --agent",
     ),
-    "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
+    "pairs that nothing tells apart": (
+        ["arithmetic_dpo", "--reward"],
+        "--algorithm, --reward",
+    ),
     "a rounded reference": (
         ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],
         "--sampling.kv-cache-dtype",
