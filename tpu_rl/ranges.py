@@ -104,9 +104,12 @@ Relation = ReadOnlyWith | Needs | Conflicts
 class In:
     """The interval of a setting: [0, 1] has its ends, and (0, 1) has not."""
 
-    def __init__(self, interval: str, fix: str = ""):
-        """Read an interval, as in "(0, inf)"; `fix` is the advice for a number outside."""
-        self.fix = fix
+    def __init__(self, interval: str, fix: str = "", zero: bool = False):
+        """Read an interval, as in "(0, inf)"; `fix` is the advice for a number outside.
+
+        With `zero`, 0 is in it, too.
+        """
+        self.fix, self.zero = fix, zero
         match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
         assert match is not None, f"{interval} is no interval"
         self.low, self.high = float(match[2]), float(match[3])
@@ -115,7 +118,7 @@ class In:
     def __contains__(self, value: float) -> bool:
         above = value >= self.low if self.has_low else value > self.low
         below = value <= self.high if self.has_high else value < self.high
-        return above and below
+        return (above and below) or (self.zero and value == 0)
 
     def __str__(self) -> str:
         """Say the interval in words, as in "above 0 and at most 1"."""
@@ -124,7 +127,7 @@ class In:
             parts.append(f"{'at least' if self.has_low else 'above'} {self.low:g}")
         if self.high < math.inf:
             parts.append(f"{'at most' if self.has_high else 'below'} {self.high:g}")
-        return " and ".join(parts) or "a number"
+        return "0, or " * self.zero + (" and ".join(parts) or "a number")
 
 
 Positive = Annotated[float, In("(0, inf)")]

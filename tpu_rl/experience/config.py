@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from tpu_rl import ranges, sampler
 from tpu_rl.ranges import Conflicts, Count, CountOrNone, In, Needs, NotNegative, Positive, Share
 from tpu_rl.sampler import Speculation, Thinking
-from tpu_rl.sampler.config import TensorParallel
+from tpu_rl.sampler.config import Temperature, TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
 
 
@@ -250,7 +250,7 @@ class SamplingConfig:
     """Tokens of one answer of the environment. See `long_observations`."""
     long_observations: Literal["cut", "refuse"] = "cut"
     """Longer answers are cut, and end with "...[cut]"; or they are faults of their episodes."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     top_k: Count | None = None
     top_p: Annotated[float, In("(0, 1]")] | None = None
     min_p: Share | None = None

@@ -20,7 +20,6 @@ from tpu_rl.losses.returns import ReturnSettings
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.rewards import registry, terms
 from tpu_rl.rollout.group_selection import num_kept
-from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.storage import gcs
 
 if TYPE_CHECKING:
@@ -479,13 +478,6 @@ def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: i
 
 def check_algorithm(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None:
     """Check that the sampling settings suit the losses of an algorithm."""
-    if not is_temperature(sampling.temperature):
-        raise InputError(
-            f"a sampling temperature of {sampling.temperature}",
-            where="--sampling.temperature",
-            why=f"it must be 0 or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}",
-            fix="use 1.0; 0 takes the most likely token",
-        )
     teacher = algorithm.roles.get("teacher")
     if teacher is not None and teacher.path == "":
         raise InputError(

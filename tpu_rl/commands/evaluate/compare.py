@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tpu_rl import run_files
+from tpu_rl import ranges, run_files
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import config, finish
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
@@ -39,7 +39,9 @@ from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.evaluation.intervals import Estimate
+from tpu_rl.ranges import Count
 from tpu_rl.report import markdown
+from tpu_rl.sampler.config import Temperature
 from tpu_rl.studies import comparison, memorization
 
 THRESHOLDS = tuple(tenth / 10 for tenth in range(11))
@@ -50,9 +52,9 @@ THRESHOLDS = tuple(tenth / 10 for tenth in range(11))
 class Flags:
     models: tyro.conf.Positional[tuple[str, ...]] = ()
     """Models, runs, files of answers, or NAME=A,B,C."""
-    samples: int = 1
+    samples: Count = 1
     """Answers to each problem."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Of the sampler; 0 for the most likely answers."""
     metric: str | None = None
     """Compare the last value of this metric of runs, such as eval/accuracy."""
@@ -101,12 +103,7 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
     members = list(dict.fromkeys(itertools.chain(*groups.values())))
     if len(members) < 1 + (not flags.memorized):
         raise InputError("nothing to compare with", where="A B", fix="give two models or runs")
-    if flags.samples < 1 or flags.temperature < 0:
-        raise InputError(
-            f"{flags.samples} samples at temperature {flags.temperature:g}",
-            where="--samples, --temperature",
-            fix="use at least 1, and no negative temperature",
-        )
+    ranges.check(flags, "--")
     if flags.metric is not None and problems:
         raise InputError(
             "--metric reads the metrics of runs and answers no problems",

@@ -41,7 +41,7 @@ from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.ranges import Count, In
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import TurnRequest
-from tpu_rl.sampler.config import TEMPERATURES, is_temperature
+from tpu_rl.sampler.config import Temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tinker import users
@@ -75,7 +75,7 @@ class Flags:
     was trained for, at most 4096."""
     max_num_seqs: Count = 8
     """Completions decoded at once."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """The default of requests. Each other temperature that a request asks for compiles programs of
     its own."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -143,14 +143,6 @@ def check(flags: Flags) -> None:
     Raises InputError if a number is out of range, or others could reach a server without a key.
     """
     ranges.check(flags, "--")
-    least, most = TEMPERATURES
-    if not is_temperature(flags.temperature):
-        raise InputError(
-            f"--temperature is {flags.temperature}",
-            where="--temperature",
-            why="other temperatures make numbers that float32 cannot hold",
-            fix=f"use 0, or {least:g} to {most:g}",
-        )
     if not server.is_loopback(flags.host) and flags.api_keys is None and api_key(flags) is None:
         raise InputError(
             "other machines could use the server without a key",
