@@ -11,7 +11,8 @@ Each is declared on its field, and `check` refuses what breaks it:
 A setting is set if it is not its default. It is on if it differs from the default of the class
 that declared it first, and is neither False, nor 0, nor empty; if that default is None, any number
 is on. Settings that the dataclass does not have are off. Those of a field that is a dataclass have
-dotted paths: Conflicts("data.templates"). A dataclass that inherits from `Checked`
+dotted paths: Conflicts("data.templates"). With a value behind it, a setting is on if it has that
+value: Conflicts("critic.trunk shared"). A dataclass that inherits from `Checked`
 is checked whenever one is made.
 """
 
@@ -178,7 +179,8 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
                 continue
             problem = relation.problem(settings, name, flag_of)
             if problem is not None:
-                where = ", ".join(map(flag_of, (name, *problem.others)))
+                others = [setting.partition(" ")[0] for setting in problem.others]
+                where = ", ".join(map(flag_of, (name, *others)))
                 raise InputError(problem.what, where=where, why=relation.why, fix=problem.fix)
 
 
@@ -204,14 +206,13 @@ def check_all(settings: Any, flag: str = "--") -> None:
             check_all(value, _flag(flag, name))
 
 
-def is_on(settings: Any, path: str, wanted: str | None = None) -> bool:
-    """Say whether the setting at a dotted path is on, or has the value that is `wanted`."""
+def is_on(settings: Any, setting: str) -> bool:
+    """Say whether the setting at a dotted path is on, or has the value behind it."""
+    path, _, value = setting.partition(" ")
     *parents, name = path.split(".")
     for parent in parents:
         settings = fields_of(settings)[parent]
-    if wanted is None:
-        return _is_on(settings, name)
-    return str(fields_of(settings).get(name)) == wanted
+    return str(fields_of(settings).get(name)) == value if value else _is_on(settings, name)
 
 
 def _flag(flag: str, name: str) -> str:

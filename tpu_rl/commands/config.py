@@ -200,17 +200,20 @@ class StopRule(NamedTuple):
     limit: float
 
 
+BY_METRIC = ranges.Needs("metric", why="it says which evaluation is better, as eval/accuracy does")
+
+
 @dataclass(frozen=True)
 class StopConfig:
     """Ends of the main algorithm before its last step. The run then finishes as usual."""
 
-    metric: str = ""
+    metric: Annotated[str, ranges.Needs("patience", "best", why="it ends and chooses nothing")] = ""
     """The held-out metric that --stop.patience and --stop.best look at, such as eval/accuracy."""
     goal: Literal["highest", "lowest"] = "highest"
     """The better values of --stop.metric."""
-    patience: ranges.CountOrNone = 0
+    patience: Annotated[ranges.CountOrNone, BY_METRIC] = 0
     """End the run after so many evaluations in a row without a better value; 0 never does."""
-    best: bool = False
+    best: Annotated[bool, BY_METRIC] = False
     """The run's model is that of the evaluation with the best value, not that of the last step."""
     when: tuple[str, ...] = ()
     """End the run when the mean of a metric leaves its bound: METRIC>NUMBER or METRIC<NUMBER, as in
@@ -222,14 +225,6 @@ class StopConfig:
     def __post_init__(self):
         ranges.check(self, "--stop")
         _ = self.rules
-        if bool(self.metric) != bool(self.patience or self.best):
-            raise InputError(
-                "--stop.metric does nothing"
-                if self.metric
-                else "no metric says which evaluation is better",
-                where="--stop.metric, --stop.patience, --stop.best",
-                fix="as in --stop.metric eval/accuracy --stop.patience 3 --stop.best",
-            )
 
     @property
     def rules(self) -> tuple[StopRule, ...]:

@@ -230,12 +230,11 @@ def is_on(config: ExperimentConfig, setting: str) -> bool:
     algorithms = [stage.algorithm for stage in config.stages]
     if setting in ALGORITHMS:
         return any(map(ALGORITHMS[setting], algorithms))
-    flag, _, value = setting.removeprefix("--").replace("-", "_").partition(" ")
-    group, _, name = flag.partition(".")
-    settings = algorithms if group == "algorithm" else [config]
-    path = name if group == "algorithm" else flag
-    wanted = setting.partition(" ")[2] or None
-    return any(ranges.is_on(part, path, wanted) for part in settings)
+    flag, *value = setting.removeprefix("--").split(" ", 1)
+    path = flag.replace("-", "_")
+    settings = algorithms if path.startswith("algorithm.") else [config]
+    path = " ".join((path.removeprefix("algorithm."), *value))
+    return any(ranges.is_on(part, path) for part in settings)
 
 
 def flag_of(setting: str) -> str:

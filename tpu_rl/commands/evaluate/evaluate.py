@@ -137,7 +137,9 @@ class Flags:
     """Evaluate only the most likely completion of each problem."""
     max_new_tokens: int | None = None
     """The largest number of tokens of a completion. The default is the preset's or run's."""
-    judge: Annotated[str, Conflicts("greedy", "guide", why="it chooses among sampled answers")] = ""
+    judge: Annotated[
+        str, Conflicts("greedy", "guide", "samples 1", why="it chooses among sampled answers")
+    ] = ""
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
     search: Annotated[
@@ -233,13 +235,6 @@ def check(flags: Flags) -> None:
                 where="--data.templates",
                 fix="write {prompt} into each template",
             )
-    if flags.judge and flags.samples < 2:
-        raise InputError(
-            "a judge has nothing to choose from",
-            where="--judge, --samples",
-            why="it chooses among several sampled completions",
-            fix="use --samples 8",
-        )
     if flags.search and (flags.samples % flags.search_width or not flags.step_end):
         raise InputError(
             f"--search {flags.search} with --samples {flags.samples} and --search-width "

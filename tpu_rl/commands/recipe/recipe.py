@@ -206,12 +206,6 @@ def check_filter(config: ExperimentConfig, keep: Keep) -> None:
         raise InputError(
             "a pair needs two completions", where="batch.group-size", fix="use at least 2"
         )
-    if keep.concepts and (keep.rows != "prompts" or keep.weakest < 1):
-        raise InputError(
-            "concepts choose prompts",
-            where="keep: concepts, rows, weakest",
-            fix="use `rows: prompts`, and at least 1 concept",
-        )
     if keep.columns:
         written_prompts.load(keep.columns)
     if config.environment or config.agent:

@@ -80,10 +80,10 @@ class Keep:
     """Keep completions of a prompt with the same text."""
     pass_rate: tuple[Share, Share] = (0.0, 1.0)
     """Keep prompts of which this share of completions passes, both ends included."""
-    concepts: str = ""
+    concepts: Annotated[str, ReadOnlyWith("rows", "prompts", why="concepts choose prompts")] = ""
     """prompts: a column that names what a prompt is about. Prompts of the `weakest` concepts are
     kept, those of whose completions the smallest share passes."""
-    weakest: Annotated[CountOrNone, Needs("concepts")] = 1
+    weakest: Annotated[Count, Needs("concepts")] = 1
     """concepts: how many of them."""
     gap: Annotated[NotNegative, ReadOnlyWith("rows", "pairs")] = 0.0
     """pairs: the smallest difference of the rewards; at 0, any difference above 0."""
