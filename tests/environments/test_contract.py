@@ -144,9 +144,9 @@ def test_a_class_without_reset_is_refused():
 
 
 def test_an_unknown_name_is_refused_with_what_there_is():
-    with pytest.raises(InputError, match="there is no environment 'serch'") as error:
+    with pytest.raises(InputError, match="unknown environment 'serch'") as error:
         named.load("serch")
-    assert "FILE.py:Class" in error.value.why
+    assert "did you mean search?" in error.value.fix and "FILE.py:Class" in error.value.fix
 
 
 class Guess:

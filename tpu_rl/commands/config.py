@@ -32,7 +32,14 @@ from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
-from tpu_rl.errors import DamagedDataError, InputError, reported, typed_command
+from tpu_rl.errors import (
+    DamagedDataError,
+    InputError,
+    missing_file,
+    reported,
+    typed_command,
+    unknown_name,
+)
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -681,17 +688,13 @@ def preset(name: str) -> ExperimentConfig:
     """
     presets = _presets()
     if name not in presets:
-        nearest = difflib.get_close_matches(name, presets, n=1, cutoff=0.0)
         if "=" in name:
             setting, library = name.partition("=")[0], flag_names.library_of(name)
             raise InputError(
                 f"{setting} is a setting of {library}, and no preset",
                 fix=f"begin with one, such as grpo, sft or dpo, and {flag_names.OTHER_FILES}",
             )
-        raise InputError(
-            f"unknown preset {name!r}",
-            fix=f"did you mean {nearest[0]}? All: {', '.join(preset_names())}",
-        )
+        raise unknown_name("preset", name, preset_names())
     return presets[name]()
 
 
@@ -724,9 +727,8 @@ def load_file(path: Path) -> ExperimentConfig:
     Raises InputError if there is no such file, or it holds no configuration.
     """
     if not path.is_file():
-        raise InputError(
-            f"no such file: {path}", fix="give a preset's name or the config.yaml of a run"
-        )
+        fix = "give a preset's name or the config.yaml of a run"
+        raise missing_file(f"no such file: {path}", path, otherwise=fix)
     try:
         values, _ = run_files.read_config(path, may_be_edited=True)
         if library := flag_names.library_of(*map(str, values)):

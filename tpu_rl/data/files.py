@@ -35,7 +35,7 @@ from tpu_rl.data.stored_rows import (
     half_a_character,
 )
 from tpu_rl.data.values import shown
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import InputError, did_you_mean, missing_file, refused
 from tpu_rl.storage import gcs, local_copies
 
 Row = dict[str, Any]
@@ -370,10 +370,7 @@ def _existing_file(file: Path) -> Path:
             fix="correct the pattern, or give a file's name",
         )
     if not file.exists():
-        names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        nearest = difflib.get_close_matches(file.name, names, n=1)
-        fix = f"did you mean {file.parent / nearest[0]}?" if nearest else ""
-        raise InputError("no such data file", where=str(file), fix=fix)
+        raise missing_file("no such data file", file)
     if not file.is_file():
         raise InputError(
             "the data path is not a regular file",
@@ -746,12 +743,11 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
                 fix='as in {"role": "user", "content": "..."}',
             )
         if message["role"] not in ROLES:
-            nearest = difflib.get_close_matches(message["role"], ROLES, n=1)
             raise InputError(
                 f"message {number} of `{column}` has the unknown role {message['role'][:40]!r}",
                 where=where,
                 why=f"roles are {', '.join(ROLES)}",
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "use one of these",
+                fix=did_you_mean(message["role"], ROLES, "use one of these"),
             )
     if column == "prompt" and messages[-1]["role"] == "assistant":
         raise InputError(

@@ -507,8 +507,7 @@ def naming_row(rows: Any, index: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        where = f"{where_of(rows, index)}; {error.where}".removesuffix("; ")
-        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
+        raise error.within(where_of(rows, index)) from error
 
 
 def take(rows: Sequence[Row], indices: np.ndarray) -> Sequence[Row]:

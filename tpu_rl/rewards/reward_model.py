@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from tpu_rl import data, models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.rewards.scoring import DeclaredReward
 from tpu_rl.runtime.segments import Segment, count_tokens
@@ -227,12 +227,7 @@ def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]
 
 def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
     if reading.aggregate not in known:
-        raise InputError(
-            f"no aggregate {reading.aggregate!r} of {reading.kind}",
-            where=FILE,
-            why="the scores of the parts of a completion cannot be put together",
-            fix=f"use one of {known}",
-        )
+        raise unknown_name(f"aggregate of {reading.kind}", reading.aggregate, known, FILE)
     return reading.aggregate
 
 

@@ -647,9 +647,7 @@ def check_sets(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> Non
             if problems:
                 check_problems(config, problems, tokenizer)
         except InputError as error:
-            where = f"--evaluation.sets {name}={path}"
-            where += f"; {error.where}" if error.where and error.where != path else ""
-            raise InputError(error.what, where=where, why=error.why, fix=error.fix) from None
+            raise error.within(f"--evaluation.sets {name}={path}") from None
         imitates = stage.algorithm.experience.imitates is not None
         if not problems and not (imitates and any(map(tasks.brings_text, rows))):
             raise InputError(

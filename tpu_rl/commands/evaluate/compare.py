@@ -20,7 +20,6 @@ command, in another run folder, and compares the digests.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import subprocess
@@ -37,7 +36,7 @@ from tpu_rl.commands import config, finish
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
-from tpu_rl.errors import InputError, reported, typed_command
+from tpu_rl.errors import InputError, did_you_mean, reported, typed_command
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.ranges import Count
 from tpu_rl.report import markdown
@@ -171,12 +170,8 @@ def last_value(run: str, metric: str) -> float:
     values = [row[metric] for row in rows if row.get(metric) is not None]
     if not values:
         names = sorted(set().union(*rows))
-        nearest = difflib.get_close_matches(metric, names, n=1, cutoff=0.0)
-        raise InputError(
-            f"the run has no metric {metric}",
-            where=run,
-            fix=f"did you mean {nearest[0]}?" if nearest else "",
-        )
+        fix = did_you_mean(metric, names)
+        raise InputError(f"the run has no metric {metric}", where=run, fix=fix)
     return float(values[-1])
 
 

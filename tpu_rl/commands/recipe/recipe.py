@@ -126,8 +126,7 @@ def named(what: str) -> Iterator[None]:
     except Preempted:  # Not an error of the stage.
         raise
     except TpuRlError as error:
-        where = f"{what}: {error.where}" if error.where else what
-        raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from error
+        raise error.within(what) from error
 
 
 def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:

@@ -29,7 +29,6 @@ of the round before, and from outside the one of the last round.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -38,7 +37,7 @@ from typing import Annotated, Any
 
 from tpu_rl import ranges
 from tpu_rl.commands.flags import flag_names, yaml_flags
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 from tpu_rl.ranges import Count, CountOrNone, Needs, NotNegative, ReadOnlyWith, Share
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -388,12 +387,6 @@ def _name(name: Any, where: str) -> str:
 def _require_keys(values: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in values:
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             library = flag_names.library_of(str(key))
-            raise InputError(
-                f"unknown key {key!r}",
-                where=where,
-                fix=f"this is a file of {library}; a recipe has {', '.join(known)}"
-                if library
-                else f"did you mean {nearest}? Known: {', '.join(known)}",
-            )
+            where = f"{where}, a file of {library}" if library else where
+            raise unknown_name("key", str(key), known, where)
