@@ -403,9 +403,9 @@ class ExperimentConfig:
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)
         config_checks.check_any(self)
 
-    def require_recurrence(self) -> None:
-        """Raise InputError if a setting does not fit a model with a recurrent state."""
-        config_checks.check_recurrence(self)
+    def require_fit(self, kind: str) -> None:
+        """Raise InputError if a setting does not fit a kind of model of `OF_MODELS`."""
+        config_checks.refuse_with(kind, self, config_checks.OF_MODELS[kind])
 
 
 # --- command line ---

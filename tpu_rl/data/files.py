@@ -33,6 +33,7 @@ from tpu_rl.data.stored_rows import (
     Spool,
     StoredRows,
     half_a_character,
+    not_text,
 )
 from tpu_rl.data.values import shown
 from tpu_rl.errors import InputError, did_you_mean, missing_file, refused
@@ -338,12 +339,7 @@ def _array_text(file: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"byte {error.start + 1} is not UTF-8",
-            where=str(file),
-            why=error.reason,
-            fix="convert the file to UTF-8 (iconv)",
-        ) from error
+        raise not_text(error, f"{file}, byte {error.start + 1}") from error
 
 
 def _existing_file(file: Path) -> Path:
@@ -520,12 +516,7 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}, is not UTF-8",
-            where=where,
-            why=error.reason,
-            fix="convert the file to UTF-8 (iconv)",
-        ) from error
+        raise not_text(error, f"{where}, byte {error.start + 1} of the line") from error
     try:
         row = _strict_decoder.decode(text)
         # Escapes such as \\ud800 are valid JSON, but half a character, which no tokenizer takes.

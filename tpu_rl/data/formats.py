@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, require_plain
+from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, not_text, require_plain
 from tpu_rl.errors import InputError, MachineError, did_you_mean, refused
 
 Row = dict[str, Any]
@@ -60,11 +60,7 @@ def csv_rows(file: Path, content: bytes) -> Numbered:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"byte 0x{content[error.start]:02x} is not UTF-8",
-            where=f"{file}:{line}",
-            fix="convert the file to UTF-8 (iconv)",
-        ) from error
+        raise not_text(error, f"{file}:{line}") from error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
     line = 1

@@ -19,6 +19,24 @@ TEMPERATURES = In("[1e-4, 1e4]", "use 1.0; 0 takes the most likely token", zero=
 Temperature = Annotated[float, TEMPERATURES]
 
 
+def check_logit_bias(logit_bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
+    """Raise InputError if a bias is of no token of the vocabulary, or if all are forbidden."""
+    largest_id = max((token for token, _ in logit_bias), default=0)
+    if largest_id >= vocabulary:
+        raise InputError(
+            f"logit_bias names token {largest_id}",
+            why=f"the vocabulary has {vocabulary} tokens",
+            fix="name only ids of the model's vocabulary",
+        )
+    forbidden = {token for token, bias in logit_bias if bias == -math.inf}
+    if len(forbidden) == vocabulary:
+        raise InputError(
+            "logit_bias forbids every token",
+            why=f"it has -inf for all {vocabulary} tokens of the vocabulary",
+            fix="leave at least one",
+        )
+
+
 @dataclass(frozen=True)
 class SegmentConfig(ranges.Checked):
     """Length of decode segments, and how the sampler adapts to the rows that remain.

@@ -71,13 +71,7 @@ def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
     directory = reward_model.directory_of(path)
     with jax.set_mesh(mesh):
         model, params = models.load(directory, mesh=mesh)
-    if model.config.num_outputs is not None:
-        raise InputError(
-            "not a language model: it has a head",
-            where=f"model={path}",
-            why="a judge writes its verdict",
-            fix="name the folder itself as --reward, or give a model that writes text",
-        )
+    models.require_writer(model, f"model={path}")
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     loaded = Loaded(path, mesh, model, params, tokenizer)
     if votes:

@@ -208,15 +208,27 @@ NEEDED_IN_TRAINING: Table = {
     "--rollout.likelihood.form consistent": {"--reward": "right completions earn theirs once more"},
 }
 
-RECURRENT = {
-    "--batch.share-prefixes True": "completions would begin with the state at the end of their "
-    "prompt; --batch.no-share-prefixes repeats the prompt",
-    "--sampling.speculation.tokens": "the state cannot take back the tokens of a rejected draft",
-    "--model.exact-sampling": "sums over chunks of tokens are in another order than token by token",
-    "--mesh.context": "the state runs through all tokens of a row, on one device",
-    Q_SHARP: "it looks at several next tokens, and goes back to the state before them",
+OF_MODELS: Table = {
+    "a model of texts alone": {"--model.freeze": "it has no parts for images"},
+    "a model whose images see later tokens": {
+        "--model.exact-sampling": "it adds up the keys of a token in the order of the text"
+    },
+    "a dense model": {"--rollout.replay-routing": "there is no routing to replay"},
+    "a mixture of experts": {
+        "--model.exact-sampling": "a product with an expert depends on the number of its tokens",
+        "--model.float32-sums": "products with experts are not summed in float32",
+    },
+    "a model with linear attention": {
+        "--batch.share-prefixes True": "completions would begin with the state at the end of their "
+        "prompt; --batch.no-share-prefixes repeats the prompt",
+        "--sampling.speculation.tokens": "the state cannot take back tokens of a rejected draft",
+        "--model.exact-sampling": "sums over chunks of tokens have another order than by token",
+        "--mesh.context": "the state runs through all tokens of a row, on one device",
+        Q_SHARP: "it looks at several next tokens, and goes back to the state before them",
+    },
 }
-"""Settings that need an earlier state of a model with a recurrent state, which keeps the latest."""
+"""Settings that do not fit a kind of model. One with linear attention has a recurrent state, of
+which it keeps the latest alone."""
 
 REFERENCE_SAMPLES = {
     "--sampling.kv-cache-dtype int8": "a rounded cache would be in its log-probs",
@@ -274,11 +286,6 @@ def require_needed(config: ExperimentConfig, table: Table) -> None:
                     why=why,
                     fix=f"use {others}, or change {flag_of(setting)}",
                 )
-
-
-def check_recurrence(config: ExperimentConfig) -> None:
-    """Check that nothing needs an earlier state of a model with a recurrent state."""
-    refuse_with("a model with linear attention", config, RECURRENT)
 
 
 def check_any(config: ExperimentConfig) -> None:

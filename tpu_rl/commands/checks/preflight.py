@@ -28,7 +28,7 @@ from tpu_rl.commands.checks import row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
-from tpu_rl.errors import InputError, printable
+from tpu_rl.errors import InputError, located, printable
 from tpu_rl.experience.config import DataConfig
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import text_of_column
@@ -43,6 +43,7 @@ from tpu_rl.runtime.host import (
     forbid_tensor_float32,
     warn_of_unused_accelerators,
 )
+from tpu_rl.sampler.config import check_logit_bias
 from tpu_rl.tokenizers import end_of_sequence
 from tpu_rl.types import Model, QExamples
 
@@ -311,14 +312,8 @@ def check_tokenizer(
             tokenizer.encode_prompt(row["prompt"], row.get("tools"))
             prompt_rows.append(row)
     vocab_size = model.config.vocab.size
-    forbidden = {token for token, bias in config.sampling.logit_bias if bias == -math.inf}
-    if len(forbidden.intersection(range(vocab_size))) == vocab_size:
-        raise InputError(
-            "every token is forbidden",
-            where="--sampling.logit-bias",
-            why=f"it has -inf for all {vocab_size} tokens of the vocabulary",
-            fix="leave at least one",
-        )
+    with located("--sampling.logit-bias"):
+        check_logit_bias(config.sampling.logit_bias, vocab_size)
     warnings = check_embedding(tokenizer, vocab_size)
     if note_wrapped_prompts(tokenizer, prompt_rows):
         refuse_raw_prompts(config)

@@ -348,9 +348,7 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
             file=sys.stderr,
         )
         return replace(config, reward=(FILE_REWARD,))
-    raise InputError(
-        "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
-    )
+    raise compose.without_judgment()
 
 
 def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
@@ -361,7 +359,7 @@ def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
     if not flags.judge or flags.judge in config.evaluation_rewards:
         return config
     if config.evaluation_reward is None:
-        raise InputError("no reward says what is correct", where="--judge", fix="give --reward too")
+        raise compose.without_judgment("--judge")
     metrics = (*config.evaluation.metrics, flags.judge)
     return replace(config, evaluation=replace(config.evaluation, metrics=metrics))
 

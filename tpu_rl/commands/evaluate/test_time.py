@@ -114,7 +114,7 @@ def check(flags: Flags, config: ExperimentConfig) -> ExperimentConfig:
             fix="use grpo, ppo or reinforce in one phase, and leave these flags out",
         )
     if config.evaluation_reward is None:
-        raise InputError("no reward says what is correct", where="--reward", fix="name one")
+        raise compose.without_judgment()
     evaluation = replace(config.evaluation, rows=flags.items)
     config = replace(config, steps=flags.steps, evaluation=evaluation)
     for warning in preflight.check(config):

@@ -32,7 +32,7 @@ import tyro
 
 from tpu_rl import run_files
 from tpu_rl.checkpoint import lock
-from tpu_rl.commands import config, roles, run
+from tpu_rl.commands import compose, config, roles, run
 from tpu_rl.commands.checks import preflight
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers, examples, recipe_file, recipe_report, written_prompts
@@ -162,7 +162,7 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
             parsed = configs[f"{name}:"]
             count = len(answers.problems_of(parsed, is_whole=True))
             if parsed.evaluation_reward is None and not parsed.environment:
-                raise InputError("no reward says what is correct", where="reward")
+                raise compose.without_judgment("reward")
         if shows:
             print(f"evaluation {name}: {count} problems, reward {parsed.evaluation_reward}")
     return configs
@@ -200,7 +200,7 @@ def check_filter(config: ExperimentConfig, keep: Keep) -> None:
             "the task makes prompts without end", where="keep: prompts", fix="say how many"
         )
     if not config.reward and not config.environment:
-        raise InputError("nothing judges the completions", where="reward", fix="name a reward")
+        raise compose.without_judgment("reward")
     if keep.rows == "pairs" and config.batch.group_size < 2:
         raise InputError(
             "a pair needs two completions", where="batch.group-size", fix="use at least 2"
