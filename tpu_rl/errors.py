@@ -89,9 +89,8 @@ def unknown_name(what: str, name: str, known: Iterable[str], where: str = "") ->
     """Return the error of a name that is none of the known ones."""
     known = list(known)
     hint = did_you_mean(name, known)
-    return InputError(
-        f"unknown {what} {name!r}", where=where, fix=f"{hint} All: {', '.join(known)}".lstrip()
-    )
+    fix = f"{hint} All: {', '.join(known) or 'none'}".lstrip()
+    return InputError(f"unknown {what} {name!r}", where=where, fix=fix)
 
 
 def missing_file(what: str, file: Path, where: str = "", otherwise: str = "") -> InputError:

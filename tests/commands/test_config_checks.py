@@ -225,10 +225,10 @@ def test_a_frozen_policy_may_answer_greedily():
 def test_a_sampler_with_devices_of_its_own_needs_a_single_process(monkeypatch):
     flags = ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
     run_config = config.parse(flags)
-    preflight.check_sampler_devices(run_config)
+    preflight.check_processes(run_config)
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(InputError, match="several processes"):
-        preflight.check_sampler_devices(run_config)
+        preflight.check_processes(run_config)
 
 
 @pytest.mark.parametrize(

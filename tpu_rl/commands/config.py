@@ -48,7 +48,7 @@ from tpu_rl.experience.config import (
     SamplingConfig,
 )
 from tpu_rl.models import LoraConfig
-from tpu_rl.plain_values import fields_of, from_dict, to_dict
+from tpu_rl.plain_values import fields_of, flatten, from_dict, to_dict
 from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import profiler
@@ -923,15 +923,6 @@ def with_removed(config: Any, values: Any) -> Any:
 
 def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
     """Return name -> value of every setting that is not in MAY_CHANGE."""
-
-    def flatten(values: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(values, dict):
-            return {prefix: values}
-        flat: dict[str, Any] = {}
-        for name, value in values.items():
-            flat |= flatten(value, f"{prefix}.{name}".strip("."))
-        return flat
-
     values = with_removed(config, to_dict(config))
     if config.stop == StopConfig():
         del values["stop"]  # As in `ADDED`, all of it.
@@ -942,7 +933,7 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
                     del part[group][name]
     return {
         name: value
-        for name, value in flatten(values, "").items()
+        for name, value in flatten(values).items()
         if name not in MAY_CHANGE and name.partition(".")[0] not in MAY_CHANGE
     }
 

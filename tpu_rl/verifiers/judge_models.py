@@ -151,16 +151,7 @@ def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
 
     def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
         odds, either = np.zeros((2, len(ids)), np.float32)
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-        # Batches of equal size whose width is a power of two, so that few programs are compiled.
-        for start in range(0, len(order), BATCH_ROWS):
-            rows = order[start : start + BATCH_ROWS]
-            width = max(reward_model.MIN_COLUMNS, 1 << (len(ids[rows[-1]]) - 1).bit_length())
-            tokens = np.zeros((BATCH_ROWS, width), np.int32)
-            mask = np.zeros((BATCH_ROWS, width), bool)
-            for place, row in enumerate(rows):
-                tokens[place, : len(ids[row])] = ids[row]
-                mask[place, : len(ids[row])] = True
+        for rows, tokens, mask in reward_model.padded(ids, BATCH_ROWS):
             with jax.set_mesh(loaded.mesh):
                 of_batch = sharding.to_host(
                     log_odds(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))
