@@ -448,9 +448,16 @@ def check_curriculum(config: ExperimentConfig) -> None:
         )
 
 
-RAISE_ROW_LENGTH = (
-    "raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens"
-)
+def _require_room(batch: BatchConfig, tokens: int, texts: str, count: str) -> None:
+    """Check that packed rows hold so many tokens, those of texts that stay together."""
+    if batch.row_length < tokens:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold {texts}",
+            where="--batch.row-length",
+            why=f"they may have {count} tokens, and stay together",
+            fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or "
+            "--sampling.max-new-tokens",
+        )
 
 
 def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: int) -> None:
@@ -464,13 +471,9 @@ def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: i
             where="--batch.prompts, --batch.num-minibatches",
             fix=f"nearest valid: {' or '.join(flags)}",
         )
-    if batch.row_length < sampling.max_prompt_tokens + sampling.max_new_tokens:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
-            where="--batch.row-length",
-            why=f"they may have {sampling.max_prompt_tokens} + {sampling.max_new_tokens} tokens",
-            fix=RAISE_ROW_LENGTH,
-        )
+    prompt, completion = sampling.max_prompt_tokens, sampling.max_new_tokens
+    count = f"{prompt} + {completion}"
+    _require_room(batch, prompt + completion, "a prompt with a completion", count)
     unit = 256 * context_devices
     if context_devices > 1 and batch.row_length % unit:
         raise InputError(
@@ -541,17 +544,11 @@ def check_pairs(config: ExperimentConfig) -> None:
     sampling = config.sampling
     specs = [stage.algorithm.experience for stage in config.stages]
     sampled = [spec for spec in specs if spec.source == "pairs" and spec.sampled_by is not None]
-    prompts = 1 if batch.share_prefixes else 2
-    pair_length = prompts * sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
-    if not all(spec.graded for spec in sampled) and batch.row_length < pair_length:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot hold a prompt with both its "
-            "completions",
-            where="--batch.row-length",
-            why=f"they may have {prompts} x {sampling.max_prompt_tokens} + 2 x "
-            f"{sampling.max_new_tokens} tokens, and pairs stay together",
-            fix=RAISE_ROW_LENGTH,
-        )
+    if not all(spec.graded for spec in sampled):
+        prompts = 1 if batch.share_prefixes else 2
+        count = f"{prompts} x {sampling.max_prompt_tokens} + 2 x {sampling.max_new_tokens}"
+        tokens = prompts * sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
+        _require_room(batch, tokens, "a prompt with both its completions", count)
     if is_on(config, OPPONENT) and batch.group_size % 2:
         raise InputError(
             f"{batch.group_size} completions of a prompt are not half the policy's",
