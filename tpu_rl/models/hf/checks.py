@@ -23,7 +23,7 @@ def require_size(field: str, size: Any, largest: int) -> None:
         raise InputError(
             f"{field} = {str(size)[:40]} is out of range",
             why=f"it must be a whole number from 1 to {largest:,}",
-            fix="correct config.json, or download it again",
+            fix="correct the file, or download it again",
         )
 
 
