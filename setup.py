@@ -95,7 +95,14 @@ setup(
     project_urls={"Source": REPOSITORY[0]} if REPOSITORY else {},
     python_requires=">=3.11",
     packages=find_packages(include=["tpu_rl", "tpu_rl.*"]),
-    package_data={"tpu_rl": ["py.typed", "pretrained/*/*"]},
+    package_data={
+        "tpu_rl": [
+            "py.typed",
+            "pretrained/*/*",
+            "commands/plan/*.json",
+            "models/attention/*.tsv",
+        ]
+    },
     entry_points={"console_scripts": ["tpu-rl = tpu_rl.commands.cli:main"]},
     install_requires=[
         f"jax{JAX}",

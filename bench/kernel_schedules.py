@@ -10,8 +10,8 @@ bundles, and counts those of a grid step by the kind of its block of scores: ski
 full, where every query sees every key. A bundle is issued in one cycle, so bundles are cycles
 without stalls. A block counts at least as many cycles as its products take at the chip's peak: the
 compiler lets some matrix units take in rows faster than they can multiply them. The cycles times
-the visits of three row layouts are the time of a layer and row. The lines in quotation marks are
-the entries of `flash_cycles.CYCLES`, from which the planner expects times.
+the visits of three row layouts are the time of a layer and row. The lines with tabs are those of
+`flash_cycles.tsv`, from which the planner expects times.
 
 Left out: stalls, in which a bundle waits for a result or for a copy from main memory; conflicts in
 vector memory; the start of a kernel. Copies overlap with the bundles; their bytes over the
@@ -346,7 +346,7 @@ def report(flags: argparse.Namespace, devices: Sequence[Any], dump: Path) -> Non
         needed = kernel.products * block_scores * head_dim / rate
         cycles = block_cycles(schedule, needed, block_scores)
         measured[kernel] = (grid, cycles, needed)
-        print(f'  "{kernel.name}": {cycles},')
+        print(name, head_dim, kernel.name, *cycles, sep="\t")
         for kind, section in (("masked", schedule.masked), ("full", schedule.full)):
             if section is None:
                 continue

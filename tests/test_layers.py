@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "metrics", "redaction", "run_files", "evaluation.intervals"},
     # Experience.
     "sandbox": {"errors"},
-    "environments": BASICS | {"user_code", "wings"} | WORKERS,
+    "environments": BASICS | {"user_code", "wings", "data.images", "data.messages"} | WORKERS,
     "rewards": MODEL_CODE | {"user_code", "environments", "wings"} | WORKERS,
     "tasks": BASICS | {"environments", "rewards.verifier", "sandbox"} | WORKERS,
     "verifiers": MODEL_CODE

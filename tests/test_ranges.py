@@ -19,11 +19,12 @@ from tpu_rl.ranges import Conflicts, In, Needs, ReadOnlyWith
         ("(0, inf)", (1e-9, 1e9), (0.0, -1.0, math.inf, math.nan), "above 0"),
         ("[0, 1]", (0, 1), (-1e-9, 1.1, math.nan), "at least 0 and at most 1"),
         ("(0, 1)", (0.5,), (0, 1), "above 0 and below 1"),
+        (("[1, 9]", "", True), (0, 1), (0.5, math.nan), "0, or at least 1 and at most 9"),
         ("[-inf, inf]", (-math.inf, 0), (math.nan,), "a number"),
     ],
 )
 def test_an_interval_has_the_ends_in_brackets(interval, inside, outside, words):
-    numbers = In(interval)
+    numbers = In(*interval) if isinstance(interval, tuple) else In(interval)
     assert all(number in numbers for number in inside)
     assert not any(number in numbers for number in outside)
     assert str(numbers) == words
@@ -56,6 +57,7 @@ class Related:
     target: Annotated[ranges.Positive | None, Needs("coef", "elsewhere")] = None
     kind: Annotated[str, Conflicts("coef", when="plain", why="it has none")] = "usual"
     free: Annotated[bool, Conflicts("coef"), Conflicts("credit")] = False
+    mask: Annotated[float | None, Conflicts("credit step")] = None
 
 
 @pytest.mark.parametrize(
@@ -85,9 +87,15 @@ class Related:
             "--a.free, --a.credit",
             "leave --a.credit out, or change --a.free",
         ),
+        (
+            {"mask": 0.5, "credit": "step"},
+            "mask does not go with credit step",
+            "--a.mask, --a.credit",
+            "leave --a.credit step out, or change --a.mask",
+        ),
         ({"coef": 0.1, "target": -1.0}, "target is -1", "--a.target", "the default is None"),
     ],
-    ids=["read only with", "needs", "conflicts when", "conflicts", "interval"],
+    ids=["read only with", "needs", "conflicts when", "conflicts", "value", "interval"],
 )
 def test_a_setting_that_does_not_go_with_others_is_named(settings, what, where, fix):
     with pytest.raises(InputError) as error:

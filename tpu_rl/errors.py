@@ -7,11 +7,13 @@ that reaches the user is a bug and keeps its traceback.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 from tpu_rl.redaction import redact
 
@@ -65,11 +67,39 @@ class TpuRlError(Exception):
                 lines.append(f"  {name}: {text}")
         super().__init__("\n".join(lines))
 
+    def within(self, place: str) -> Self:
+        """Return the same error, whose place begins with a wider one."""
+        where = f"{place}; {self.where}" if self.where else place
+        return type(self)(self.what, where=where, why=self.why, fix=self.fix)
+
 
 class InputError(TpuRlError):
     """The user's flags, files, data or reward function are at fault (exit code 2)."""
 
     code = 2
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a hint with the known name most like `name`; `otherwise` if none is like it."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {nearest[0]}?" if nearest else otherwise
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], where: str = "") -> InputError:
+    """Return the error of a name that is none of the known ones."""
+    known = list(known)
+    hint = did_you_mean(name, known)
+    fix = f"{hint} All: {', '.join(known) or 'none'}".lstrip()
+    return InputError(f"unknown {what} {name!r}", where=where, fix=fix)
+
+
+def missing_file(what: str, file: Path, where: str = "", otherwise: str = "") -> InputError:
+    """Return the error of a file that is not there, with the one of its folder most like it."""
+    folder = file.parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    nearest = difflib.get_close_matches(file.name, names, n=1)
+    fix = f"did you mean {folder / nearest[0]}?" if nearest else otherwise
+    return InputError(what, where=where or str(file), fix=fix)
 
 
 def reported(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -114,7 +144,7 @@ def located(where: str) -> Iterator[None]:
     except InputError as error:
         if error.where:
             raise
-        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
+        raise error.within(where) from error
 
 
 class MachineError(TpuRlError):

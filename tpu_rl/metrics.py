@@ -400,7 +400,7 @@ def open_trackio(run_dir: Path, config: Mapping[str, Any] | None = None) -> Dash
         resume = "allow"
     run = trackio.init(**names, config=without_secrets(config or {}), resume=resume, embed=False)
     # A name that another run has gets a number.
-    name_file.write_text(str(getattr(run, "name", None) or names["name"]))
+    name_file.write_text(run.name)
     return Dashboard(trackio, run)
 
 

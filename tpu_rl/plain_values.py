@@ -61,6 +61,16 @@ def from_dict(
     return chosen(**arguments)
 
 
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return dotted name -> value of every leaf of nested dicts."""
+    if not isinstance(value, dict):
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{name}.{key}".strip("."))
+    return flat
+
+
 def replace_strings(value: Any, replacements: Mapping[str, str]) -> Any:
     """Return a configuration with strings replaced, at any depth."""
     if isinstance(value, tuple):

@@ -11,7 +11,8 @@ Each is declared on its field, and `check` refuses what breaks it:
 A setting is set if it is not its default. It is on if it differs from the default of the class
 that declared it first, and is neither False, nor 0, nor empty; if that default is None, any number
 is on. Settings that the dataclass does not have are off. Those of a field that is a dataclass have
-dotted paths: Conflicts("data.templates"). A dataclass that inherits from `Checked`
+dotted paths: Conflicts("data.templates"). With a value behind it, a setting is on if it has that
+value: Conflicts("critic.trunk shared"). A dataclass that inherits from `Checked`
 is checked whenever one is made.
 """
 
@@ -104,9 +105,12 @@ Relation = ReadOnlyWith | Needs | Conflicts
 class In:
     """The interval of a setting: [0, 1] has its ends, and (0, 1) has not."""
 
-    def __init__(self, interval: str, fix: str = ""):
-        """Read an interval, as in "(0, inf)"; `fix` is the advice for a number outside."""
-        self.fix = fix
+    def __init__(self, interval: str, fix: str = "", zero: bool = False):
+        """Read an interval, as in "(0, inf)"; `fix` is the advice for a number outside.
+
+        With `zero`, 0 is in it, too.
+        """
+        self.fix, self.zero = fix, zero
         match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
         assert match is not None, f"{interval} is no interval"
         self.low, self.high = float(match[2]), float(match[3])
@@ -115,7 +119,7 @@ class In:
     def __contains__(self, value: float) -> bool:
         above = value >= self.low if self.has_low else value > self.low
         below = value <= self.high if self.has_high else value < self.high
-        return above and below
+        return (above and below) or (self.zero and value == 0)
 
     def __str__(self) -> str:
         """Say the interval in words, as in "above 0 and at most 1"."""
@@ -124,7 +128,7 @@ class In:
             parts.append(f"{'at least' if self.has_low else 'above'} {self.low:g}")
         if self.high < math.inf:
             parts.append(f"{'at most' if self.has_high else 'below'} {self.high:g}")
-        return " and ".join(parts) or "a number"
+        return "0, or " * self.zero + (" and ".join(parts) or "a number")
 
 
 Positive = Annotated[float, In("(0, inf)")]
@@ -175,7 +179,8 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
                 continue
             problem = relation.problem(settings, name, flag_of)
             if problem is not None:
-                where = ", ".join(map(flag_of, (name, *problem.others)))
+                others = [setting.partition(" ")[0] for setting in problem.others]
+                where = ", ".join(map(flag_of, (name, *others)))
                 raise InputError(problem.what, where=where, why=relation.why, fix=problem.fix)
 
 
@@ -201,14 +206,13 @@ def check_all(settings: Any, flag: str = "--") -> None:
             check_all(value, _flag(flag, name))
 
 
-def is_on(settings: Any, path: str, wanted: str | None = None) -> bool:
-    """Say whether the setting at a dotted path is on, or has the value that is `wanted`."""
+def is_on(settings: Any, setting: str) -> bool:
+    """Say whether the setting at a dotted path is on, or has the value behind it."""
+    path, _, value = setting.partition(" ")
     *parents, name = path.split(".")
     for parent in parents:
         settings = fields_of(settings)[parent]
-    if wanted is None:
-        return _is_on(settings, name)
-    return str(fields_of(settings).get(name)) == wanted
+    return str(fields_of(settings).get(name)) == value if value else _is_on(settings, name)
 
 
 def _flag(flag: str, name: str) -> str:

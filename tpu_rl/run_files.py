@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import yaml
 
-from tpu_rl.errors import DamagedDataError, MachineError, TpuRlError, typed_command
+from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError, typed_command
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -229,6 +229,19 @@ def read_metrics(run_dir: Path, keys: tuple[str, ...] = ("step",)) -> Iterator[d
             raise damage(path, f"step {row['step']} comes after step {last}")
         last = row["step"]
         yield row
+
+
+def require_metrics(run_dir: Path, keys: tuple[str, ...] = ("step",)) -> list[dict[str, Any]]:
+    """Return the rows of `read_metrics`. Raises InputError if there are none."""
+    rows = list(read_metrics(run_dir, keys))
+    if not rows:
+        raise InputError(
+            "there is nothing to report yet",
+            where=str(run_dir / METRICS),
+            why="the file is missing or has no rows",
+            fix="give the folder of a run, after its first step",
+        )
+    return rows
 
 
 def lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:

@@ -5,7 +5,6 @@ This imports the standard library only, because every worker process starts with
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, did_you_mean, missing_file
 
 FIX_FILE = "repair it until `python FILE` runs without an error"
 
@@ -99,14 +98,7 @@ def load_members(file_name: str, kind: str, example: str = "") -> dict[str, Any]
 def require_file(file: Path, kind: str, given: str) -> None:
     """Raise InputError if there is no such file. `given` is what the user wrote."""
     if not file.is_file():
-        nearby = [str(other) for other in file.parent.glob("*.py")]
-        raise InputError(f"no such {kind} file", where=given, fix=did_you_mean(str(file), nearby))
-
-
-def did_you_mean(name: str, candidates: list[str]) -> str:
-    """Return a hint with the candidate that is most like `name`, or "" if none is."""
-    nearest = difflib.get_close_matches(name, candidates, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""
+        raise missing_file(f"no such {kind} file", file, where=given)
 
 
 def name_of(value: Any) -> str:

@@ -182,7 +182,7 @@ def test_the_best_q_is_the_law_of_the_returns():
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):
-    with pytest.raises(InputError, match="Q#|must be|next_token_coef|roll_in"):
+    with pytest.raises(InputError, match="Q#|must be|next_token_coef|roll_in|q_type|V-type"):
         QSharpConfig(**changes)
 
 

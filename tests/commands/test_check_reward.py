@@ -73,7 +73,7 @@ def test_the_command_prints_kinds_and_the_f1_of_each_value_of_a_column(tmp_path,
     assert "F1, type 'none': 0.000 of 1 rows" in printed
     assert cli.main(["check-reward", "gsm8k", str(file), "--by", "kind"]) == 2
     printed = capsys.readouterr()
-    assert "no column 'kind'" in printed.err
+    assert "unknown column 'kind'" in printed.err
     # Before the reward, which may be a model, has judged the rows.
     assert not printed.out
 

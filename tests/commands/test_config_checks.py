@@ -134,7 +134,7 @@ MISFITS = {
     ),
     "routing of a policy that does not learn": (
         ["arithmetic_grpo", "--algorithm", "value_pretraining", "--rollout.replay-routing"],
-        "--rollout.replay-routing",
+        "--rollout.replay-routing, --algorithm",
     ),
     "routing of what is read anew": (
         ["arithmetic_grpo", "--rollout.replay-routing", "--rollout.partial", "2"],
@@ -156,7 +156,10 @@ MISFITS = {
         ["arithmetic_grpo", "--algorithm.overlong-buffer", "8", "--agent", "my_agent.py:run"],
         "--algorithm.overlong-buffer, --agent",
     ),
-    "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
+    "pairs that nothing tells apart": (
+        ["arithmetic_dpo", "--reward"],
+        "--algorithm, --reward",
+    ),
     "a rounded reference": (
         ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],
         "--sampling.kv-cache-dtype",
@@ -222,10 +225,10 @@ def test_a_frozen_policy_may_answer_greedily():
 def test_a_sampler_with_devices_of_its_own_needs_a_single_process(monkeypatch):
     flags = ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
     run_config = config.parse(flags)
-    preflight.check_sampler_devices(run_config)
+    preflight.check_processes(run_config)
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(InputError, match="several processes"):
-        preflight.check_sampler_devices(run_config)
+        preflight.check_processes(run_config)
 
 
 @pytest.mark.parametrize(

@@ -291,10 +291,10 @@ def test_a_failed_upload_leaves_the_model(run_dir, tmp_path, fake_hub, monkeypat
     [
         (["--push-to-hub", "a/b/c"], "is no name of a repository"),
         (["--push-to-hub", "owner/na me"], "is no name of a repository"),
-        (["--private"], "--private without a repository"),
+        (["--private"], "private does nothing without push_to_hub"),
         (["--max-shard-size", "large"], "'large' is no size of a file"),
-        (["--adapter", "--dtype", "bfloat16"], "--dtype does not apply to an adapter"),
-        (["--adapter", "--max-shard-size", "1GB"], "--max-shard-size does not apply"),
+        (["--adapter", "--dtype", "bfloat16"], "dtype does not go with adapter"),
+        (["--adapter", "--max-shard-size", "1GB"], "max_shard_size does not go with adapter"),
     ],
 )
 def test_flags_are_checked_before_anything_is_loaded(

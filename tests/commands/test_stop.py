@@ -49,8 +49,8 @@ def test_bounds_are_of_means_over_whole_windows():
     [
         (["--stop.when", "reward/std"], "is no bound of a metric"),
         (["--stop.when", "reward/std<x"], "is no bound of a metric"),
-        (["--stop.patience", "2"], "no metric says which"),
-        (["--stop.metric", "eval/accuracy"], "--stop.metric does nothing"),
+        (["--stop.patience", "2"], "patience does nothing without metric"),
+        (["--stop.metric", "eval/accuracy"], "metric does nothing without patience or best"),
         (["--stop.over", "0"], "--stop.over"),
     ],
 )

@@ -36,9 +36,9 @@ def test_variants_come_from_the_row_first():
         (["--steps", "0", "--", "arithmetic_grpo"], "steps is 0"),
         (["--", "arithmetic_grpo", "--", "arithmetic_grpo"], "several sets of flags"),
         (["--", "arithmetic_grpo", "--steps=3", "--dry-run"], "no dry run"),
-        (["--", "arithmetic_sft"], "cannot be learned from so"),
-        (["--", "arithmetic_grpo", "--batch.staleness", "1"], "cannot be learned from so"),
-        (["--", "arithmetic_grpo", "--rollout.curriculum.hints"], "cannot be learned from so"),
+        (["--", "arithmetic_sft"], "learning from a problem alone"),
+        (["--", "arithmetic_grpo", "--batch.staleness", "1"], "learning from a problem alone"),
+        (["--", "arithmetic_grpo", "--rollout.curriculum.hints"], "learning from a problem alone"),
     ],
 )
 def test_what_cannot_be_is_refused(argv, error, capsys):

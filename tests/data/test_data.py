@@ -96,7 +96,7 @@ def test_other_formats_are_recognized(tmp_path, content, what):
         (b'{"prompt": "a", "x": {"k": 1, "k": 1}}', "'k' comes twice"),
         (b'{"prompt": "a\\ud800"}', "half of a surrogate pair"),
         (b'{"prompt": "a", "x": "\\uDFFF"}', "half of a surrogate pair"),
-        (b'{"prompt": "caf\xe9"}', "byte 16 of the line, 0xe9"),
+        (b'{"prompt": "caf\xe9"}', "byte 16 of the line"),
         (b'{"prompt": "a"', "not a row in JSON"),
         (b'{"prompt": "a"} {"prompt": "b"}', "Extra data"),
         (b'["prompt"]', "a row is a JSON object"),

@@ -178,7 +178,7 @@ def test_saved_datasets(saved):
     assert error.value.where == f"{saved}, row 1 of split test"
     with pytest.raises(InputError, match="no split 'trian'") as error:
         data.read(saved, split="trian")
-    assert error.value.fix == "did you mean 'train'?"
+    assert error.value.fix == "did you mean train?"
     with pytest.raises(InputError, match="no split"):
         data.read(saved / "train", split="test")
     (saved / "train" / "data-00000-of-00001.arrow").write_bytes(b"damaged")

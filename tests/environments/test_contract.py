@@ -3,6 +3,7 @@
 import enum
 import io
 import json
+import re
 from base64 import b64encode
 from typing import Any, Literal
 
@@ -144,9 +145,9 @@ def test_a_class_without_reset_is_refused():
 
 
 def test_an_unknown_name_is_refused_with_what_there_is():
-    with pytest.raises(InputError, match="there is no environment 'serch'") as error:
+    with pytest.raises(InputError, match="unknown environment 'serch'") as error:
         named.load("serch")
-    assert "FILE.py:Class" in error.value.why
+    assert re.match(r"did you mean search\?.*FILE.py:Class", error.value.fix)
 
 
 class Guess:

@@ -136,9 +136,9 @@ def test_a_row_without_an_answer_is_refused():
 def test_wrong_settings_are_refused(field, value, flag):
     run = arithmetic.arithmetic_grpo()
     likelihood = dataclasses.replace(LikelihoodConfig(coef=1.0), **{field: value})
-    run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, likelihood=likelihood))
+    rollout = dataclasses.replace(run.rollout, likelihood=likelihood)
     with pytest.raises(InputError) as error:
-        require_trainable(run)
+        require_trainable(dataclasses.replace(run, rollout=rollout))
     assert flag in str(error.value.where)
 
 

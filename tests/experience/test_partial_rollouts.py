@@ -153,8 +153,8 @@ def test_environments_whose_episodes_cannot_go_on_are_refused(tmp_path, monkeypa
     kept = config.parse([*flags, "multi_attempt"])
     preflight.check_environment(kept, [])
     monkeypatch.setattr(processes, "count", lambda: 2)
-    with pytest.raises(InputError, match="in a run of several processes"):
-        preflight.check_episodes(kept)
+    with pytest.raises(InputError, match="a run of several processes"):
+        preflight.check_processes(kept)
 
 
 def test_rows_that_json_cannot_represent_are_refused():

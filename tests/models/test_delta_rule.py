@@ -15,7 +15,7 @@ from tests.fixtures.runs import rows_of
 from tpu_rl import models, tokenizers
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.commands import config, run
-from tpu_rl.commands.checks import config_checks, preflight
+from tpu_rl.commands.checks import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.models import kv_cache
 from tpu_rl.models.attention import delta_rule
@@ -271,7 +271,7 @@ def test_q_sharp_is_refused():
     wanted = config.parse(["arithmetic_grpo", "--batch.no-share-prefixes"])
     wanted = replace(wanted, algorithm=QSharpConfig())
     with pytest.raises(InputError, match="linear attention and the --algorithm Q#"):
-        config_checks.check_recurrence(wanted)
+        wanted.require_fit("a model with linear attention")
 
 
 def test_a_policy_guided_by_a_recurrent_q_is_refused():

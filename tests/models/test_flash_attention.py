@@ -407,4 +407,4 @@ def test_the_compilers_schedule_has_the_cycles_of_the_table():
         check=True,
     )
     for kernel, cycles in flash_cycles.CYCLES["v6e"][128].items():
-        assert f'"{kernel}": {cycles},' in ended.stdout
+        assert "\t".join(map(str, ("v6e", 128, kernel, *cycles))) in ended.stdout

@@ -675,10 +675,10 @@ def test_one_adapter_of_peft_on_a_fused_tensor_is_one_for_each_of_its_matrices(t
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"peft_type": "IA3"}, "peft_type = IA3"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias = all"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"layers_to_transform": [1]}, "layers_to_transform"),
         ({"r": "8"}, "r = 8"),

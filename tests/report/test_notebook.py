@@ -26,5 +26,5 @@ def test_a_run_and_several_are_pages_and_charts(tmp_path):
     assert re.findall("<figcaption><b>(.*?)</b>", charts) == ["reward/mean", "policy/entropy"]
     assert charts.count('title="a&lt;">') == charts.count('title="b">') == 2
     assert "Accuracy" in shown(runs[0].plot())
-    with pytest.raises(InputError, match="no run has the metric 'nothing'"):
+    with pytest.raises(InputError, match="unknown metric 'nothing'"):
         runs[0].plot("nothing")

@@ -399,7 +399,7 @@ def test_log_probs_are_those_of_the_model_that_trains(family):
     ("values", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": -1.0}, "temperature is -1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0"),
         ({"top_p": 0.0}, "top_p is 0"),

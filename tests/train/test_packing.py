@@ -189,7 +189,7 @@ def test_the_number_of_micro_batches_takes_few_values():
 
 def test_what_does_not_fit_is_the_users_to_mend():
     with pytest.raises(
-        InputError, match="a prompt of 3 and a completion of 8 tokens exceed a row"
+        InputError, match="a prompt of 3 tokens and a completion of 8 exceed a row"
     ) as error:
         laid_out([(3, (2, 8))], row_length=10)
     assert "--batch.row-length" in error.value.fix

@@ -36,7 +36,7 @@ def test_a_reward_pays_for_its_deviation_over_wordings():
 def test_the_last_question_of_a_conversation_is_reworded():
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     prompt += [{"role": "user", "content": "c"}]
-    assert [m["content"] for m in others._reworded(prompt, "d")] == ["a", "b", "d"]
+    assert [m["content"] for m in others._with_text(prompt, "d", "user")] == ["a", "b", "d"]
     assert prompt[-1]["content"] == "c"
 
 

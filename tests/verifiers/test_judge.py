@@ -109,7 +109,7 @@ def test_criteria_give_the_share_of_their_points(asked):
     ]
     values = reward(["Say."] * 2, ["x", "x"], rubric=rows)
     assert values == pytest.approx([(0.9 + 0.25) / 2, (3 * 0.9 - 2 * 0.25) / 3])
-    with pytest.raises(InputError, match="no column 'rubric'"):
+    with pytest.raises(InputError, match="unknown column 'rubric'"):
         reward(["Say."], ["x"])
     with pytest.raises(InputError, match="row 0"):
         reward(["Say."], ["x"], rubric=[[{"criterion": "is rude", "points": -2}]])

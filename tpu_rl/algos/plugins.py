@@ -7,7 +7,6 @@ sampling) -> Algorithm, whose first parameter is annotated with the class of its
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import typing
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.algos import ALGORITHMS, Row
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 
 
 def find(name: str) -> type:
@@ -31,11 +30,8 @@ def find(name: str) -> type:
     if ":" in name:
         return from_file(name)
     if name not in ALGORITHMS:
-        nearest = difflib.get_close_matches(name, ALGORITHMS, n=1, cutoff=0.0)[0]
-        raise InputError(
-            f"unknown algorithm {name!r}",
-            where="--algorithm",
-            fix=f"did you mean {nearest}? All: {', '.join(sorted(ALGORITHMS))}, or FILE.py:factory",
+        raise unknown_name(
+            "algorithm", name, (*sorted(ALGORITHMS), "FILE.py:factory"), "--algorithm"
         )
     return ALGORITHMS[name].config
 
@@ -74,9 +70,10 @@ def config_class(factory: Callable[..., Any], path: str) -> type:
     if len(parameters) != 3:
         raise _wrong_form(path, f"its parameters are ({', '.join(parameters)})")
     # Without a decorator of its own, the settings of a subclass would be no fields.
-    if not (isinstance(config, type) and "__dataclass_params__" in vars(config)):
+    options = vars(config).get("__dataclass_params__") if isinstance(config, type) else None
+    if not isinstance(config, type) or options is None:
         raise _wrong_form(path, f"the annotation of {parameters[0]} is no dataclass: {config}")
-    if not vars(config)["__dataclass_params__"].frozen:
+    if not options.frozen:
         raise _wrong_form(path, f"{config.__name__} is not frozen")
     missing = [name for name in ("experience", "roles") if not hasattr(config, name)]
     if missing:

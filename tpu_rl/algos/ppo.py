@@ -40,7 +40,6 @@ import jax.numpy as jnp
 from tpu_rl.algorithm_spec import ExperienceSpec, Nucleus, RoleSpec
 from tpu_rl.algos.policy_gradient import policy_gradient
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.controllers import moving_reference
 from tpu_rl.losses.entropy import entropy_bonus
@@ -87,6 +86,7 @@ class PpoConfig(SamplerCorrection, ReferenceKl, ClipSettings, PretrainingMix, Ob
         Conflicts(
             "pretraining_path", "observation_coef", why="the mask is about the policy's own tokens"
         ),
+        Conflicts("critic.trunk shared", why="the mask is about the head of the policy alone"),
     ] = None
     """NLPO: sample and learn within the likeliest tokens of an older policy that together have this
     probability; 0.9 is usual."""
@@ -97,15 +97,6 @@ class PpoConfig(SamplerCorrection, ReferenceKl, ClipSettings, PretrainingMix, Ob
         ReadOnlyWith("credit", "turn", why="other credit has no steps: steps have none"),
     ] = ()
     """Ids of tokens that end a turn, with credit turn: the steps of a text."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.mask_top_p is not None and self.critic.trunk == "shared":
-            raise InputError(
-                "the mask is about the head of the policy alone",
-                where="--algorithm.mask-top-p, --algorithm.critic.trunk",
-                fix="leave one of them out",
-            )
 
     @property
     def experience(self) -> ExperienceSpec:

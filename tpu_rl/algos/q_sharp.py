@@ -52,7 +52,16 @@ from tpu_rl.losses.log_probs import (
     vocabulary,
 )
 from tpu_rl.losses.return_distributions import Support
-from tpu_rl.ranges import Conflicts, Count, CountOrNone, Needs, NotNegative, Positive, ReadOnlyWith
+from tpu_rl.ranges import (
+    Conflicts,
+    Count,
+    CountOrNone,
+    In,
+    Needs,
+    NotNegative,
+    Positive,
+    ReadOnlyWith,
+)
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -124,10 +133,14 @@ class QSharpConfig:
     kl_coef: Positive = 0.1
     """KL coefficient (the paper's eta) of the guided policy that writes prefixes and is evaluated,
     in units of return per nat. Small values guide strongly. The default is the paper's."""
-    candidates: int | None = 20
+    candidates: Count | None = 20
     """Number of the reference's most likely tokens that are scored at each step; None (Q-type only)
     scores all."""
-    candidate_mass: float = 1.0
+    candidate_mass: Annotated[
+        float,
+        In("(0, 1]", "use e.g. 0.95, or 1 to score all candidates, as a Q-type q does"),
+        ReadOnlyWith("q_type", "v", why="it is a share of the candidates of a V-type q"),
+    ] = 1.0
     """V-type only: of the candidates, score only the likeliest that have this share of the
     reference's probability together. 1 scores all. Less is faster, and treats the rest like tokens
     that are no candidates; see `sampler.guided_policy` for how far that moves the distribution."""
@@ -137,20 +150,12 @@ class QSharpConfig:
     def __post_init__(self):
         ranges.check(self)
         low, high, atoms = self.support
-        has_candidates = self.q_type == "q" if self.candidates is None else self.candidates > 0
-        if not has_candidates:
+        if self.candidates is None and self.q_type == "v":
             raise InputError(
-                f"Q# cannot work with {self.candidates} candidates",
+                "a V-type q needs a number of candidates",
                 where="--algorithm.candidates",
-                why="q scores each candidate; only a Q-type q scores the whole vocabulary",
+                why="it scores each candidate; only a Q-type q scores the whole vocabulary",
                 fix="use a number above 0, e.g. 20",
-            )
-        if not 0 < self.candidate_mass <= 1 or (self.candidate_mass < 1 and self.q_type == "q"):
-            raise InputError(
-                f"Q# cannot work with the candidate mass {self.candidate_mass:g}",
-                where="--algorithm.candidate-mass",
-                why="it is a share of the candidates of a V-type q, above 0 and at most 1",
-                fix="use e.g. 0.95, or 1 to score all candidates, as a Q-type q does",
             )
         if low >= high or atoms < 2:
             raise InputError(

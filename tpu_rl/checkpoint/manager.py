@@ -88,9 +88,8 @@ class Checkpoints:
         backend = StepObjects if gcs.is_address(directory) else StepFolders
         self._writes = keep is not None
         if not self._writes and not backend.exists(directory):
-            raise InputError(
-                "There are no checkpoints.", where=directory, fix="Give the folder of a run."
-            )
+            fix = "give the folder of a run that has reached its first one"
+            raise InputError("there are no checkpoints", where=directory, fix=fix)
         self._saving = -1
         self._steps = backend(directory, keep)
 

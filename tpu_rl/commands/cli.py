@@ -16,7 +16,6 @@ tpu-rl --version
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import signal
 import sys
@@ -24,7 +23,7 @@ from types import ModuleType
 
 import tpu_rl
 from tpu_rl import redaction
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import MachineError, unknown_name
 from tpu_rl.runtime import stdio
 
 IGNORE_CLOSED_PIPES = ("run", "serve", "report")
@@ -75,11 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         print_presets()
         return 0
     if name not in COMMANDS:
-        names = (*COMMANDS, "presets")
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        error = InputError(
-            f"unknown command {name!r}", fix=f"did you mean {nearest}? All: {', '.join(names)}"
-        )
+        error = unknown_name("command", name, (*COMMANDS, "presets"))
         print(f"error: {error}", file=sys.stderr)
         return error.code
     if name == "run" and not {"-h", "--help"}.isdisjoint(arguments):

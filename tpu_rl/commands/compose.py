@@ -24,6 +24,7 @@ from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import named as named_environments
 from tpu_rl.environments.contract import Factory
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
+from tpu_rl.errors import InputError
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source
@@ -205,6 +206,12 @@ def is_judged(config: ExperimentConfig) -> bool:
     """Return True if an environment or an agent gives rewards."""
     answering = environment(config)
     return bool(config.agent) or (answering is not None and answering.is_scored)
+
+
+def without_judgment(where: str = "--reward") -> InputError:
+    """Return the error of answers that nothing judges."""
+    fix = "name a --reward or FILE.py:function"
+    return InputError("no reward says what is correct", where=where, fix=fix)
 
 
 def agent(config: ExperimentConfig) -> Agent | None:

@@ -32,7 +32,14 @@ from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
-from tpu_rl.errors import DamagedDataError, InputError, reported, typed_command
+from tpu_rl.errors import (
+    DamagedDataError,
+    InputError,
+    missing_file,
+    reported,
+    typed_command,
+    unknown_name,
+)
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -41,7 +48,7 @@ from tpu_rl.experience.config import (
     SamplingConfig,
 )
 from tpu_rl.models import LoraConfig
-from tpu_rl.plain_values import fields_of, from_dict, to_dict
+from tpu_rl.plain_values import fields_of, flatten, from_dict, to_dict
 from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import profiler
@@ -200,17 +207,20 @@ class StopRule(NamedTuple):
     limit: float
 
 
+BY_METRIC = ranges.Needs("metric", why="it says which evaluation is better, as eval/accuracy does")
+
+
 @dataclass(frozen=True)
 class StopConfig:
     """Ends of the main algorithm before its last step. The run then finishes as usual."""
 
-    metric: str = ""
+    metric: Annotated[str, ranges.Needs("patience", "best", why="it ends and chooses nothing")] = ""
     """The held-out metric that --stop.patience and --stop.best look at, such as eval/accuracy."""
     goal: Literal["highest", "lowest"] = "highest"
     """The better values of --stop.metric."""
-    patience: ranges.CountOrNone = 0
+    patience: Annotated[ranges.CountOrNone, BY_METRIC] = 0
     """End the run after so many evaluations in a row without a better value; 0 never does."""
-    best: bool = False
+    best: Annotated[bool, BY_METRIC] = False
     """The run's model is that of the evaluation with the best value, not that of the last step."""
     when: tuple[str, ...] = ()
     """End the run when the mean of a metric leaves its bound: METRIC>NUMBER or METRIC<NUMBER, as in
@@ -222,14 +232,6 @@ class StopConfig:
     def __post_init__(self):
         ranges.check(self, "--stop")
         _ = self.rules
-        if bool(self.metric) != bool(self.patience or self.best):
-            raise InputError(
-                "--stop.metric does nothing"
-                if self.metric
-                else "no metric says which evaluation is better",
-                where="--stop.metric, --stop.patience, --stop.best",
-                fix="as in --stop.metric eval/accuracy --stop.patience 3 --stop.best",
-            )
 
     @property
     def rules(self) -> tuple[StopRule, ...]:
@@ -401,9 +403,9 @@ class ExperimentConfig:
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)
         config_checks.check_any(self)
 
-    def require_recurrence(self) -> None:
-        """Raise InputError if a setting does not fit a model with a recurrent state."""
-        config_checks.check_recurrence(self)
+    def require_fit(self, kind: str) -> None:
+        """Raise InputError if a setting does not fit a kind of model of `OF_MODELS`."""
+        config_checks.refuse_with(kind, self, config_checks.OF_MODELS[kind])
 
 
 # --- command line ---
@@ -686,17 +688,13 @@ def preset(name: str) -> ExperimentConfig:
     """
     presets = _presets()
     if name not in presets:
-        nearest = difflib.get_close_matches(name, presets, n=1, cutoff=0.0)
         if "=" in name:
             setting, library = name.partition("=")[0], flag_names.library_of(name)
             raise InputError(
                 f"{setting} is a setting of {library}, and no preset",
                 fix=f"begin with one, such as grpo, sft or dpo, and {flag_names.OTHER_FILES}",
             )
-        raise InputError(
-            f"unknown preset {name!r}",
-            fix=f"did you mean {nearest[0]}? All: {', '.join(preset_names())}",
-        )
+        raise unknown_name("preset", name, preset_names())
     return presets[name]()
 
 
@@ -729,9 +727,8 @@ def load_file(path: Path) -> ExperimentConfig:
     Raises InputError if there is no such file, or it holds no configuration.
     """
     if not path.is_file():
-        raise InputError(
-            f"no such file: {path}", fix="give a preset's name or the config.yaml of a run"
-        )
+        fix = "give a preset's name or the config.yaml of a run"
+        raise missing_file(f"no such file: {path}", path, otherwise=fix)
     try:
         values, _ = run_files.read_config(path, may_be_edited=True)
         if library := flag_names.library_of(*map(str, values)):
@@ -926,15 +923,6 @@ def with_removed(config: Any, values: Any) -> Any:
 
 def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
     """Return name -> value of every setting that is not in MAY_CHANGE."""
-
-    def flatten(values: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(values, dict):
-            return {prefix: values}
-        flat: dict[str, Any] = {}
-        for name, value in values.items():
-            flat |= flatten(value, f"{prefix}.{name}".strip("."))
-        return flat
-
     values = with_removed(config, to_dict(config))
     if config.stop == StopConfig():
         del values["stop"]  # As in `ADDED`, all of it.
@@ -945,7 +933,7 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
                     del part[group][name]
     return {
         name: value
-        for name, value in flatten(values, "").items()
+        for name, value in flatten(values).items()
         if name not in MAY_CHANGE and name.partition(".")[0] not in MAY_CHANGE
     }
 

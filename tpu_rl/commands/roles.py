@@ -232,7 +232,7 @@ def role_model(
         model = models.first_layers(model, spec.layers)
     outputs = head_outputs(model, spec)
     if outputs is None:
-        return require_writer(model, str(spec.path or config.model.path))
+        return models.require_writer(model, str(spec.path or config.model.path))
     if is_frozen and spec.path is not None and model.config.num_outputs != outputs:
         raise InputError(
             f"the model has no head of {outputs} number",
@@ -241,21 +241,6 @@ def role_model(
             fix="give the model folder of a run of value_pretraining",
         )
     return models.with_head(model, outputs)
-
-
-def require_writer(model: Model, address: str) -> Model:
-    """Return the model of an address, if it is a language model and no classifier.
-
-    Raises InputError if its head is not the vocabulary's.
-    """
-    if model.config.num_outputs is not None:
-        raise InputError(
-            f"the model has a head of {model.config.num_outputs} numbers and writes no text",
-            where=f"{address}: config.json, architectures",
-            why="it is a reward model or a classifier",
-            fix="give the language model; a reward model judges with --reward DIR",
-        )
-    return model
 
 
 def head_outputs(model: Model, spec: RoleSpec) -> int | None:
@@ -273,45 +258,24 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
     policy is no mixture; or if a setting does not fit a model with a recurrent state.
     """
     bases = adapter_bases(config)
-    if config.model.freeze and base.config.vision is None:
-        raise InputError(
-            f"there is no {config.model.freeze[0]} to freeze",
-            where="--model.freeze",
-            why="the model of --model.path reads texts only",
-            fix="leave the flag out, or use a model that reads images",
-        )
-    if config.model.exact_sampling and base.config.vision and base.config.vision.is_two_way:
-        raise InputError(
-            "exact sampling is not supported with images that tokens see both ways",
-            where="--model.exact-sampling, --model.images",
-            why="it adds up the keys of a token in the order of the text, and an image's tokens "
-            "see later ones",
-            fix="leave --model.exact-sampling out, or use another model",
-        )
+    if base.config.vision is None:
+        config.require_fit("a model of texts alone")
+    elif base.config.vision.is_two_way:
+        config.require_fit("a model whose images see later tokens")
     result = {}
     for name, spec in specs(config).items():
         model = role_model(config, base, spec, is_frozen=not changes(config, name))
         if config.rollout.replay_routing and name == "policy":
-            model = _replaying(model)
+            if model.config.moe is None:
+                config.require_fit("a dense model")
+            model = models.with_recorded_routing(model)
         select = place(config, name)
         if select.base is not None or select.name == BASE:
             model = with_base_dtype(config, model)
         result[name] = models.with_lora(model, config.model.lora) if name in bases else model
     if any(model.config.is_recurrent for model in result.values()):
-        config.require_recurrence()
+        config.require_fit("a model with linear attention")
     return result
-
-
-def _replaying(model: Model) -> Model:
-    """Return the model that records its routing, and replays it in packed rows."""
-    if model.config.moe is None:
-        raise InputError(
-            "there is no routing to replay",
-            where="--rollout.replay-routing",
-            why="the policy is no mixture of experts",
-            fix="leave the flag out",
-        )
-    return models.with_recorded_routing(model)
 
 
 def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
@@ -385,22 +349,11 @@ def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
     """Return the model with what is fastest on the mesh's devices, or what was asked for."""
     model = models.with_remat(model, config.model.remat, config.model.gradient_barrier)
+    if model.config.moe is not None:
+        config.require_fit("a mixture of experts")
     if config.model.exact_sampling:
-        if model.config.moe is not None:
-            raise InputError(
-                "exact sampling and a mixture of experts do not go together",
-                where="--model.exact-sampling",
-                why="how a product with an expert is computed depends on the number of its tokens",
-                fix="use a dense model, or leave the flag out",
-            )
         return models.with_exact_sampling(model)
     if config.model.float32_sums:
-        if model.config.moe is not None:
-            raise InputError(
-                "products with experts are not summed in float32",
-                where="--model.float32-sums",
-                fix="leave the flag out, or use a dense model",
-            )
         model = models.with_float32_sums(model)
     if mesh.devices.flat[0].platform == "cpu":
         model = models.with_cpu_cache(model)

@@ -35,10 +35,7 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
       DamagedDataError: the checkpoint is not what was saved, or not this run's.
     """
     run_dir = remote_run.fetch(address)
-    if not (run_dir / remote_run.CHECKPOINTS).is_dir():
-        raise InputError(
-            "the run has no checkpoints yet", where=address, fix="let it reach its first one"
-        )
+    checkpoints, step = open_checkpoints(address, run_dir)
     mesh = compose.make_mesh(MeshConfig())
     run_files.require_recorded_rows(run_dir)
     saved_config = configuration.load(run_dir / remote_run.CONFIG)
@@ -48,8 +45,6 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
     config, _ = micro_batches.choose_programs(config, model, compose.Devices(mesh, ()))
     with jax.set_mesh(mesh):
         context, params = compose.make_context(config, run_dir, mesh)
-    checkpoints, step = open_checkpoints(address, run_dir)
-    with jax.set_mesh(mesh):
         run_stages = stages.of_run(config, run_dir, step)
         stage = next(stage for stage in run_stages if step <= stage.last)
         algorithm = compose.build_algorithm(context, stage)
@@ -108,7 +103,7 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
     config = replace(config, model=model_config)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
-    roles.require_writer(language.model, address)
+    models.require_writer(language.model, address)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 

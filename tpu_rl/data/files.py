@@ -33,9 +33,10 @@ from tpu_rl.data.stored_rows import (
     Spool,
     StoredRows,
     half_a_character,
+    not_text,
 )
 from tpu_rl.data.values import shown
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import InputError, did_you_mean, missing_file, refused
 from tpu_rl.storage import gcs, local_copies
 
 Row = dict[str, Any]
@@ -338,12 +339,7 @@ def _array_text(file: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"byte {error.start + 1} is not UTF-8",
-            where=str(file),
-            why=error.reason,
-            fix="convert the file to UTF-8 (iconv)",
-        ) from error
+        raise not_text(error, f"{file}, byte {error.start + 1}") from error
 
 
 def _existing_file(file: Path) -> Path:
@@ -370,10 +366,7 @@ def _existing_file(file: Path) -> Path:
             fix="correct the pattern, or give a file's name",
         )
     if not file.exists():
-        names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        nearest = difflib.get_close_matches(file.name, names, n=1)
-        fix = f"did you mean {file.parent / nearest[0]}?" if nearest else ""
-        raise InputError("no such data file", where=str(file), fix=fix)
+        raise missing_file("no such data file", file)
     if not file.is_file():
         raise InputError(
             "the data path is not a regular file",
@@ -523,12 +516,7 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}, is not UTF-8",
-            where=where,
-            why=error.reason,
-            fix="convert the file to UTF-8 (iconv)",
-        ) from error
+        raise not_text(error, f"{where}, byte {error.start + 1} of the line") from error
     try:
         row = _strict_decoder.decode(text)
         # Escapes such as \\ud800 are valid JSON, but half a character, which no tokenizer takes.
@@ -746,12 +734,11 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
                 fix='as in {"role": "user", "content": "..."}',
             )
         if message["role"] not in ROLES:
-            nearest = difflib.get_close_matches(message["role"], ROLES, n=1)
             raise InputError(
                 f"message {number} of `{column}` has the unknown role {message['role'][:40]!r}",
                 where=where,
                 why=f"roles are {', '.join(ROLES)}",
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "use one of these",
+                fix=did_you_mean(message["role"], ROLES, "use one of these"),
             )
     if column == "prompt" and messages[-1]["role"] == "assistant":
         raise InputError(

@@ -6,7 +6,6 @@ Readers yield ("where the row is", row).
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -16,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, require_plain
-from tpu_rl.errors import InputError, MachineError, refused
+from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, not_text, require_plain
+from tpu_rl.errors import InputError, MachineError, did_you_mean, refused
 
 Row = dict[str, Any]
 
@@ -61,11 +60,7 @@ def csv_rows(file: Path, content: bytes) -> Numbered:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"byte 0x{content[error.start]:02x} is not UTF-8",
-            where=f"{file}:{line}",
-            fix="convert the file to UTF-8 (iconv)",
-        ) from error
+        raise not_text(error, f"{file}:{line}") from error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
     line = 1
@@ -218,12 +213,11 @@ def choose_split(names: Sequence[str], split: str | None, where: str) -> str:
         return "train" if "train" in names else names[0]
     if split is not None and split in names:
         return split
-    nearest = difflib.get_close_matches(split or "", names, n=1)
     raise InputError(
         f"the data have no split {split!r}" if split else "the data have several splits",
         where=f"{where}, --data.split",
         why=f"splits are {', '.join(names) or 'none'}",
-        fix=f"did you mean {nearest[0]!r}?" if nearest else "give --data.split",
+        fix=did_you_mean(split or "", names, "give --data.split"),
     )
 
 

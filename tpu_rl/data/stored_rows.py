@@ -224,6 +224,16 @@ def half_a_character(error: UnicodeEncodeError, where: str) -> InputError:
     )
 
 
+def not_text(error: UnicodeDecodeError, where: str) -> InputError:
+    """Return the error of bytes that are no text."""
+    return InputError(
+        f"byte 0x{error.object[error.start]:02x} is not UTF-8",
+        where=where,
+        why=error.reason,
+        fix="convert the file to UTF-8 (iconv)",
+    )
+
+
 class ArrowRows:
     """Rows of batches of Arrow, in memory or mapped into it."""
 
@@ -240,12 +250,7 @@ class ArrowRows:
             try:
                 row = self[index]
             except UnicodeDecodeError as error:
-                raise InputError(
-                    f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8",
-                    where=where,
-                    why=error.reason,
-                    fix="write the text as UTF-8",
-                ) from error
+                raise not_text(error, where) from error
             require_plain(row, where)
             yield where, row
 
@@ -507,8 +512,7 @@ def naming_row(rows: Any, index: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        where = f"{where_of(rows, index)}; {error.where}".removesuffix("; ")
-        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
+        raise error.within(where_of(rows, index)) from error
 
 
 def take(rows: Sequence[Row], indices: np.ndarray) -> Sequence[Row]:

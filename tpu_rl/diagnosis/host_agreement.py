@@ -18,6 +18,7 @@ import jax
 
 from tpu_rl import models, untrusted_files
 from tpu_rl.errors import MachineError
+from tpu_rl.plain_values import flatten
 from tpu_rl.runtime import processes
 from tpu_rl.runtime.agreement import require_equal
 
@@ -55,21 +56,11 @@ def identity(settings: Mapping[str, Any], code: Iterable[Path]) -> dict[str, str
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             checksum = zlib.crc32(file.read_bytes(), checksum)
     return {
-        **_flatten(settings, ""),
+        **{name: repr(value) for name, value in flatten(settings).items()},
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         "code": f"{checksum:08x}",
         "python": sys.version.split()[0],
     }
-
-
-def _flatten(value: Any, name: str) -> dict[str, str]:
-    """Return dotted name -> text of every leaf of nested dicts."""
-    if not isinstance(value, dict):
-        return {name: repr(value)}
-    flat: dict[str, str] = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{name}.{key}".strip("."))
-    return flat
 
 
 def require_same_models(directories: Iterable[Path]) -> None:

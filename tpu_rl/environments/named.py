@@ -9,7 +9,7 @@ from typing import Any
 from tpu_rl import user_code
 from tpu_rl.environments import contract
 from tpu_rl.environments.contract import Factories
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, did_you_mean, unknown_name
 from tpu_rl.wings import ENVIRONMENTS, FAMILIES
 
 PYTHON = "python:"
@@ -57,12 +57,7 @@ def load(name: str) -> Factories:
     if name in ENVIRONMENTS:
         return contract.as_factories(ENVIRONMENTS[name], name)
     names = [*ENVIRONMENTS, *(f"{family}:NAME" for family in FAMILIES), "FILE.py:Class"]
-    raise InputError(
-        f"there is no environment {name!r}",
-        where="--environment",
-        why=f"known are {', '.join(names)}",
-        fix=user_code.did_you_mean(name, names),
-    )
+    raise unknown_name("environment", name, names, "--environment")
 
 
 def is_file(name: str) -> bool:
@@ -83,6 +78,6 @@ def _member(path: str) -> Any:
         raise InputError(
             f"no class {name!r} in the environment file",
             where=f"{file} defines {', '.join(classes) or 'no class'}",
-            fix=user_code.did_you_mean(name, classes),
+            fix=did_you_mean(name, classes),
         )
     return members[name]

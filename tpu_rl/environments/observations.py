@@ -15,15 +15,16 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-MARK = "\ufffc"
-"""The object replacement character: an image in a text (see `tokenizers.images`)."""
+from tpu_rl.data.images import is_pil
+from tpu_rl.data.messages import IMAGE_MARK as MARK
+from tpu_rl.data.messages import IMAGE_PARTS
+
 MAX_IMAGES = 16
 """Images of one observation."""
 MAX_PIXELS = 16_000_000
 """The largest image of an observation."""
 MAX_CHARACTERS = 8_000_000
 """Characters of the files of an observation's images, together."""
-IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "bytes", "base64", "data")
 
 
@@ -33,7 +34,7 @@ def has_images(value: Any) -> bool:
         return any(map(has_images, value))
     if isinstance(value, Mapping) and isinstance(value.get("content"), list | tuple):
         return has_images(value["content"])
-    return _is_picture(value) or (isinstance(value, Mapping) and value.get("type") in IMAGE_PARTS)
+    return is_pil(value) or (isinstance(value, Mapping) and value.get("type") in IMAGE_PARTS)
 
 
 def with_images(value: Any) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def _collect(value: Any, texts: list[str], images: list[str]) -> None:
             _collect(part, texts, images)
     elif isinstance(value, Mapping) and isinstance(value.get("content"), list | tuple):
         _collect(value["content"], texts, images)
-    elif _is_picture(value) or (isinstance(value, Mapping) and value.get("type") in IMAGE_PARTS):
+    elif is_pil(value) or (isinstance(value, Mapping) and value.get("type") in IMAGE_PARTS):
         texts.append(MARK)
         images.append(_png(_picture(value)))
     elif isinstance(value, Mapping) and ("content" in value or value.get("type") == "text"):
@@ -70,20 +71,16 @@ def _plain(value: Any) -> str:
     return str(value).replace(MARK, "\ufffd")
 
 
-def _is_picture(value: Any) -> bool:
-    return hasattr(value, "getbands") and hasattr(value, "save")
-
-
 def _picture(value: Any) -> Any:
     """Return the PIL image of a picture, or of a part that holds one."""
     from PIL import Image
 
-    if _is_picture(value):
+    if is_pil(value):
         return value
     content = next((value[key] for key in IMAGE_KEYS if value.get(key) is not None), None)
     if isinstance(content, Mapping):
         content = content.get("url", content.get("bytes"))
-    if _is_picture(content):
+    if is_pil(content):
         return content
     if isinstance(content, str):
         content = base64.b64decode(content.rpartition("base64,")[2], validate=True)

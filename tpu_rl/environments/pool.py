@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from tpu_rl import ranges, user_code
 from tpu_rl.environments import contract, named, observations, worker_process
 from tpu_rl.environments.contract import Description, Factories, Factory
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, did_you_mean
 from tpu_rl.ranges import CountOrNone, NotNegative, Positive
 from tpu_rl.runtime import workers
 
@@ -161,7 +161,7 @@ class EnvironmentPool:
                 f"a row belongs to the environment {name!r}, which is not among those of the run",
                 where="column `environment`",
                 why=f"known are {', '.join(names)}",
-                fix=user_code.did_you_mean(str(name), names),
+                fix=did_you_mean(str(name), names),
             )
         return self.descriptions[name]
 
@@ -176,7 +176,7 @@ class EnvironmentPool:
                     "the data lack",
                     where="--environment, --data.path",
                     why=f"`reset` has no default for it; the columns are {', '.join(columns)}",
-                    fix=user_code.did_you_mean(missing[0], columns),
+                    fix=did_you_mean(missing[0], columns),
                 )
 
     def require_resumable(self) -> None:

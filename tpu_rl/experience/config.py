@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from tpu_rl import ranges, sampler
-from tpu_rl.ranges import Conflicts, Count, CountOrNone, In, Needs, Positive, Share
+from tpu_rl.ranges import Conflicts, Count, CountOrNone, In, Needs, NotNegative, Positive, Share
 from tpu_rl.sampler import Speculation, Thinking
-from tpu_rl.sampler.config import TensorParallel
+from tpu_rl.sampler.config import Temperature, TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
 
 
@@ -150,7 +150,7 @@ class BatchConfig:
 class LikelihoodConfig:
     """The likelihood of the reference answer as a reward (tpu_rl/experience/likelihood.py)."""
 
-    coef: float = 0.0
+    coef: NotNegative = 0.0
     """Add this x the reward. 0 is off. With it, `--reward` may be left out, or only measure."""
     form: Literal["gain", "spread", "consistent"] = "gain"
     """gain: how much likelier the answer is after the completion than without one, from 0 to 1
@@ -250,7 +250,7 @@ class SamplingConfig:
     """Tokens of one answer of the environment. See `long_observations`."""
     long_observations: Literal["cut", "refuse"] = "cut"
     """Longer answers are cut, and end with "...[cut]"; or they are faults of their episodes."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     top_k: Count | None = None
     top_p: Annotated[float, In("(0, 1]")] | None = None
     min_p: Share | None = None

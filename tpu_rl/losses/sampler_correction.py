@@ -35,7 +35,7 @@ from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, actions_of
-from tpu_rl.ranges import Needs, Positive
+from tpu_rl.ranges import In, Needs, Positive
 from tpu_rl.types import Array, Layout, Metrics, Rollout
 
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -66,13 +66,17 @@ class SamplerCorrection(ranges.Checked):
     """Denominator of the ratio: the sampler's log-probs, at no cost, or those of another forward
     pass of the policy before its update. auto: recomputed with an importance sampling cap or a
     rejection, which compare the two, and the sampler's otherwise."""
-    importance_sampling_cap: float | None = None
+    importance_sampling_cap: (
+        Annotated[float, In("[1, inf]", "use e.g. 2; the weight of equal policies is 1")] | None
+    ) = None
     """Multiply each token's loss by the importance weight old policy / sampling distribution, up to
     this cap: it corrects for a sampler that rounds, is older, or leaves tokens out. 2 is usual."""
     importance_sampling_mode: Annotated[Mode, NEEDS_CAP] = "token_truncate"
     """Weight per token, or per completion: the product over its tokens (sequence). Above the cap it
     is the cap (truncate), or 0 (mask)."""
-    importance_sampling_floor: Annotated[float | None, NEEDS_CAP] = None
+    importance_sampling_floor: Annotated[
+        float | None, In("[0, 1]", "use e.g. 0.5; the weight of equal policies is 1"), NEEDS_CAP
+    ] = None
     """Weights below are raised to this number (truncate), or 0 (mask)."""
     importance_sampling_normalize: Annotated[bool, NEEDS_CAP] = False
     """Divide the weights by their mean over the batch: of tokens, or of completions in the modes of
@@ -91,14 +95,6 @@ class SamplerCorrection(ranges.Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        cap = self.importance_sampling_cap
-        floor = self.importance_sampling_floor
-        if cap is not None and not 0 <= (floor or 0.0) <= 1 <= cap:
-            raise InputError(
-                f"importance weights from {floor or 0.0} to {cap} exclude 1, equal policies",
-                where="--algorithm.importance-sampling-cap, --algorithm.importance-sampling-floor",
-                fix="use a cap above 1, such as 2, and a floor below 1",
-            )
         needs = {"rejection_max": self.rejection != "none", "rejection_min": "k1" in self.rejection}
         for name, is_needed in needs.items():
             value = self.rejection_max if name == "rejection_max" else self.rejection_min

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         head_params,
         head_role,
         random_head,
+        require_writer,
         with_head,
     )
     from tpu_rl.models.hf.checkpoint import check, file_dtype, from_config, load, save

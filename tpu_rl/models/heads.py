@@ -20,6 +20,21 @@ from tpu_rl.models.decoder import decoder, score
 from tpu_rl.types import Array, Model, Params, Role
 
 
+def require_writer(model: Model, address: str) -> Model:
+    """Return the model of an address, if it is a language model and no classifier.
+
+    Raises InputError if its head is not the vocabulary's.
+    """
+    if model.config.num_outputs is not None:
+        raise InputError(
+            f"the model has a head of {model.config.num_outputs} numbers and writes no text",
+            where=f"{address}: config.json, architectures",
+            why="it is a reward model or a classifier",
+            fix="give a language model; a reward model judges with --reward DIR",
+        )
+    return model
+
+
 def head_role(trunk: Role, select: Callable[[Params], Params]) -> Role:
     """Return a role with its own head on the hidden states of another role, `trunk`.
 

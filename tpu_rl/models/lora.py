@@ -9,7 +9,6 @@ off.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 from tpu_rl.models.config import (
     ALL_LINEAR,
     EXPERT_MATRICES,
@@ -86,12 +85,7 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     known = [ALL_LINEAR, *weight_names]
     unknown = [target for target in lora.targets if target not in known]
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0], known, n=2, cutoff=0.0)
-        raise InputError(
-            f"LoRA cannot adapt {unknown[0]!r}: no matrix has this name",
-            where="--model.lora.targets",
-            fix=f"did you mean {' or '.join(nearest)}? All: {', '.join(known)}",
-        )
+        raise unknown_name("matrix", unknown[0], known, "--model.lora.targets")
     named = (weight_names[target] for target in lora.targets if target != ALL_LINEAR)
     chosen = set().union(*named)
     if ALL_LINEAR in lora.targets:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import unknown_name
 from tpu_rl.report import html_page
 from tpu_rl.report.chart_list import Chart
 from tpu_rl.report.page import build_page, document
@@ -42,11 +42,7 @@ def charts_of(folders: Sequence[Path], metrics: Sequence[str]) -> Page:
     runs = [read_run(folder) for folder in folders]
     available = dict.fromkeys(name for run in runs for name in run.metric_names())
     if missing := [name for name in metrics if name not in available]:
-        raise InputError(
-            f"no run has the metric {missing[0]!r}",
-            where=", ".join(map(str, folders)),
-            fix=f"choose from {', '.join(available)}",
-        )
+        raise unknown_name("metric", missing[0], available, ", ".join(map(str, folders)))
     chosen = [Chart(name, "", {name: ""}) for name in metrics] or HEADLINES
     names = names_of(folders)
     figures = list(filter(None, overlaid(runs, names, chosen)))

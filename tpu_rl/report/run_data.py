@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl import run_files
-from tpu_rl.errors import InputError
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE
 from tpu_rl.report.series import Series
 
@@ -168,14 +167,7 @@ def read_run(folder: Path, live: bool = False) -> Run:
         DamagedDataError: if a file in it cannot be read.
     """
     run_files.require_recorded_rows(folder, (METRICS_FILE,) if live else ROW_FILES)
-    rows = list(run_files.read_metrics(folder, ("step", "time")))
-    if not rows:
-        raise InputError(
-            "There is nothing to report.",
-            where=str(folder / METRICS_FILE),
-            why="the file is missing or has no rows",
-            fix="Give the folder of a run.",
-        )
+    rows = run_files.require_metrics(folder, ("step", "time"))
     config_path = folder / "config.yaml"
     config: dict[str, Any] = {}
     config_text = ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, did_you_mean
 from tpu_rl.rewards import terms
 from tpu_rl.rewards.scoring import DEFAULT_LIMITS, Reward
 from tpu_rl.rewards.terms import PYTHON, RewardTerm
@@ -188,7 +188,7 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
     if not file_name or not name.isidentifier():
         raise InputError(
             f"{path!r} does not name a reward function",
-            fix=user_code.did_you_mean(path, list(VERIFIERS))
+            fix=did_you_mean(path, list(VERIFIERS))
             or f"write FILE.py:function, a directory, or one of {', '.join(VERIFIERS)}",
         )
     user_code.require_file(file, "reward", file_name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpu_rl import user_code
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, did_you_mean
 
 FOREIGN = {
     "queries": "OpenRLHF's form is not called: write "
@@ -78,6 +77,6 @@ def error_of(
         where=f"columns present: {', '.join(columns) or 'none'}",
         fix=next((FOREIGN[name] for name in parameters if name in FOREIGN), None)
         or OF_RUNS.get(absent)
-        or user_code.did_you_mean(absent, list(columns))
+        or did_you_mean(absent, list(columns))
         or f"name the column that holds it: --data.columns {absent}={column}",
     )

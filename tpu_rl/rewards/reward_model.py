@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from tpu_rl import data, models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.rewards.scoring import DeclaredReward
 from tpu_rl.runtime.segments import Segment, count_tokens
@@ -227,12 +227,7 @@ def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]
 
 def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
     if reading.aggregate not in known:
-        raise InputError(
-            f"no aggregate {reading.aggregate!r} of {reading.kind}",
-            where=FILE,
-            why="the scores of the parts of a completion cannot be put together",
-            fix=f"use one of {known}",
-        )
+        raise unknown_name(f"aggregate of {reading.kind}", reading.aggregate, known, FILE)
     return reading.aggregate
 
 
@@ -278,6 +273,26 @@ def score_rows(
         else:
             scores[rows, :columns] = batch_scores[:, :columns]
     return scores
+
+
+def padded(
+    ids: Sequence[Sequence[int]], batch_rows: int
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Yield batches of texts, the shortest first: (their numbers, ids [B, C], mask [B, C]).
+
+    All have `batch_rows` rows, and their widths are powers of two, so that few programs are
+    compiled.
+    """
+    order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
+    for start in range(0, len(order), batch_rows):
+        rows = order[start : start + batch_rows]
+        width = max(MIN_COLUMNS, 1 << (len(ids[rows[-1]]) - 1).bit_length())
+        tokens = np.zeros((batch_rows, width), np.int32)
+        mask = np.zeros((batch_rows, width), bool)
+        for place, row in enumerate(rows):
+            tokens[place, : len(ids[row])] = ids[row]
+            mask[place, : len(ids[row])] = True
+        yield rows, tokens, mask
 
 
 def as_reward(model: RewardModel) -> DeclaredReward:

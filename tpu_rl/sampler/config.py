@@ -14,13 +14,27 @@ TensorParallel = int | Literal["train-mesh"]
 """The number of devices that share heads and widths during sampling, or the mesh of training."""
 
 
-TEMPERATURES = (1e-4, 1e4)
-"""The smallest temperature but 0, and the largest one, for which logits stay finite numbers."""
+TEMPERATURES = In("[1e-4, 1e4]", "use 1.0; 0 takes the most likely token", zero=True)
+"""The temperatures for which logits stay finite numbers."""
+Temperature = Annotated[float, TEMPERATURES]
 
 
-def is_temperature(temperature: float) -> bool:
-    """Return True for 0, which takes the most likely token, and inside of `TEMPERATURES`."""
-    return temperature == 0 or TEMPERATURES[0] <= temperature <= TEMPERATURES[1]
+def check_logit_bias(logit_bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
+    """Raise InputError if a bias is of no token of the vocabulary, or if all are forbidden."""
+    largest_id = max((token for token, _ in logit_bias), default=0)
+    if largest_id >= vocabulary:
+        raise InputError(
+            f"logit_bias names token {largest_id}",
+            why=f"the vocabulary has {vocabulary} tokens",
+            fix="name only ids of the model's vocabulary",
+        )
+    forbidden = {token for token, bias in logit_bias if bias == -math.inf}
+    if len(forbidden) == vocabulary:
+        raise InputError(
+            "logit_bias forbids every token",
+            why=f"it has -inf for all {vocabulary} tokens of the vocabulary",
+            fix="leave at least one",
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,7 @@ class SamplerConfig(ranges.Checked):
     FLAG = "SamplerConfig"
     max_new_tokens: Count
     """Length limit of a completion in tokens, the stop token included."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_k: Count | None = None
     """Keep the k most likely tokens, and those that are as likely as the last of them."""
@@ -138,7 +152,7 @@ class SamplerConfig(ranges.Checked):
     multiply negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and the number to add to its logit; -inf forbids the token."""
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[CountOrNone, ...] = ()
     """A completion ends with the first of these tokens, which belongs to it."""
     samples_per_prompt: Count = 1
     """Completions of each prompt: the group size."""
@@ -162,21 +176,13 @@ class SamplerConfig(ranges.Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        is_bias = all(token >= 0 and bias < math.inf for token, bias in self.logit_bias)
-        known = {
-            "temperature": (self.temperature, is_temperature(self.temperature)),
-            "logit_bias": (self.logit_bias, is_bias),
-            "stop_ids": (self.stop_ids, all(token >= 0 for token in self.stop_ids)),
-        }
-        for name, (value, is_valid) in known.items():
-            if not is_valid:
-                raise InputError(
-                    f"{name} is {value!r}",
-                    where=f"{self.FLAG}.{name}",
-                    why="a temperature is 0, or from 1e-4 to 1e4; a bias is a pair of a token id "
-                    "and a number below infinity; ids are not negative",
-                    fix="use others",
-                )
+        if not all(token >= 0 and bias < math.inf for token, bias in self.logit_bias):
+            raise InputError(
+                f"logit_bias is {self.logit_bias!r}",
+                where=f"{self.FLAG}.logit_bias",
+                why="a bias is a pair of a token id and a number below infinity",
+                fix="use others; ids are not negative",
+            )
 
     @property
     def greedy(self) -> bool:

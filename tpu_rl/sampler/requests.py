@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import cache_ops, slots
-from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.sampler.config import SamplerConfig, check_logit_bias
 from tpu_rl.sampler.partial import PartialCompletion
 from tpu_rl.sampler.slots import NO_TOKEN, Outputs
 from tpu_rl.sampler.token_sampling import row_keys
@@ -118,7 +117,8 @@ def make_request(
             why=f"each must be from 1 to max_new_tokens = {config.max_new_tokens}",
             fix="change the limits",
         )
-    _check_logit_bias(policy, params, config)
+    if config.logit_bias:
+        check_logit_bias(config.logit_bias, slots.vocabulary_size(policy, params))
     _check_routing(policy, params, config, is_resumed=any(resumed))
     max_length = padded_prompts.tokens.shape[1] + config.max_new_tokens
     # As many keys as the programs have rows, so that one program makes those of every part.
@@ -140,26 +140,6 @@ def make_request(
         outputs=None,
     )
     return _with_resumed(request, resumed, config) if any(resumed) else request
-
-
-def _check_logit_bias(policy: Policy, params: Params, config: SamplerConfig) -> None:
-    if not config.logit_bias:
-        return
-    largest_id = max(token for token, _ in config.logit_bias)
-    vocabulary = slots.vocabulary_size(policy, params)
-    if largest_id >= vocabulary:
-        raise InputError(
-            f"SamplerConfig.logit_bias names token {largest_id}",
-            why=f"the vocabulary has {vocabulary} tokens",
-            fix="name only ids of the model's vocabulary",
-        )
-    forbidden = {token for token, bias in config.logit_bias if bias == -math.inf}
-    if len(forbidden) == vocabulary:
-        raise InputError(
-            "SamplerConfig.logit_bias forbids every token",
-            why=f"it has -inf for all {vocabulary} tokens of the vocabulary",
-            fix="leave at least one",
-        )
 
 
 def _check_routing(policy: Policy, params: Params, config: SamplerConfig, is_resumed: bool) -> None:

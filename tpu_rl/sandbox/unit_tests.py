@@ -834,7 +834,7 @@ def all_pass(
             return error
 
     # One thread per processor: more programs at once would use up each other's time.
-    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    num_threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else None
     of_rows = solutions or [None] * len(programs)
     with ThreadPoolExecutor(num_threads) as threads:
         # The completions of a row share what its solution says: it is judged once.

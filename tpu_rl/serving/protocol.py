@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tpu_rl.sampler.config import is_temperature
+from tpu_rl.sampler.config import TEMPERATURES
 from tpu_rl.serving.pump import Distribution
 from tpu_rl.tokenizers.images import MARK
 
@@ -256,7 +256,7 @@ def options(
     number = (int, float)
     parsed = Options(
         max_tokens=next((n for n in tokens if n is not None), None),
-        temperature=fields.take("temperature", number, is_temperature),
+        temperature=fields.take("temperature", number, TEMPERATURES.__contains__),
         top_k=fields.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K),
         top_p=fields.take("top_p", number, lambda p: MIN_SHARE <= p <= 1),
         min_p=fields.take("min_p", number, lambda p: p == 0 or MIN_SHARE <= p <= 1),

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import sampler
-from tpu_rl.errors import InputError, MachineError, refused
+from tpu_rl.errors import InputError, MachineError, missing_file, refused
 from tpu_rl.evaluation import intervals
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rollout.prompts import stop_at
@@ -91,9 +91,7 @@ def load_tasks(names: Sequence[str]) -> Any:
     own_names = {}
     for file in files:
         if not file.is_file():
-            raise InputError(
-                "there is no such task file", where=f"--tasks {file}", fix="look at it"
-            )
+            raise missing_file("there is no such task file", file, f"--tasks {file}")
         about = yaml.load(file.read_text(encoding="utf-8"), Loader)
         if not isinstance(about, dict) or not isinstance(about.get("task"), str):
             raise InputError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl.sampler.config import is_temperature
+from tpu_rl.sampler.config import TEMPERATURES
 from tpu_rl.serving.protocol import MAX_STOPS, MAX_TOP_K, MIN_SHARE, ApiError, Fields, ids_of
 from tpu_rl.tinker import losses, wire
 from tpu_rl.tinker.sampling import Decoding, SampleRequest
@@ -108,7 +108,7 @@ def _decoding(params: Fields, vocab_size: int, eos_ids: tuple[int, ...]) -> Deco
 
     Without stops, completions end as the model does; an empty list means that they do not.
     """
-    temperature = params.take("temperature", NUMBER, is_temperature)
+    temperature = params.take("temperature", NUMBER, TEMPERATURES.__contains__)
     top_k = params.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K)
     top_p = params.take("top_p", NUMBER, lambda p: MIN_SHARE <= p <= 1)
     stop = params.take("stop", (str, list))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 from tpu_rl import untrusted_files
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import InputError, missing_file, refused
 from tpu_rl.tokenizers import hugging_face, sentencepiece
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
@@ -51,14 +50,7 @@ def _resolve(path: str) -> Path:
         return location
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not location.parent.exists():
         return _hub_directory(path)
-    parent = location.parent
-    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    nearest = difflib.get_close_matches(location.name, names, n=1)
-    raise InputError(
-        "no such model directory or tokenizer file",
-        where=path,
-        fix=f"did you mean {parent / nearest[0]}?" if nearest else "",
-    )
+    raise missing_file("no such model directory or tokenizer file", location, where=path)
 
 
 def _hub_directory(name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import InputError, did_you_mean, missing_file, refused
 from tpu_rl.tokenizers.images import ImageReader, Pixels, Tower
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
 
@@ -167,13 +166,8 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     """
     flag = "--tokenizer.chat-template"
     if not file.is_file():
-        names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        nearest = difflib.get_close_matches(file.name, names, n=1)
-        raise InputError(
-            "no such template file",
-            where=f"{file}, {flag}",
-            fix=f"did you mean {file.parent / nearest[0]}?" if nearest else "give a Jinja file",
-        )
+        where = f"{file}, {flag}"
+        raise missing_file("no such template file", file, where, "give a Jinja file")
     with refused(
         (OSError, ValueError),
         "the file is not a chat template",
@@ -243,10 +237,9 @@ def _require_read(template_kwargs: Mapping[str, Any], template: str | None) -> N
     names = set(re.findall(r"[A-Za-z_]\w*", template or ""))
     for name in template_kwargs:
         if name not in names:
-            nearest = difflib.get_close_matches(name, sorted(names), n=1)
             raise InputError(
                 f"the chat template does not read {name!r}",
                 where="--tokenizer.template-kwargs",
                 why="it would change nothing" if template else "the tokenizer has no chat template",
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
+                fix=did_you_mean(name, sorted(names), "leave it out"),
             )

@@ -286,15 +286,19 @@ def _branches(parent: np.ndarray, shared: np.ndarray) -> tuple[list[int], list[i
 def _require_fit(groups: list[_Group], row_length: int) -> None:
     """Raise InputError if a group is longer than a packed row."""
     for group in groups:
-        if group.size > row_length:
-            prompt_length = group.texts.starts[group.members[0]]
-            raise InputError(
-                f"a prompt of {prompt_length} tokens and its {len(group.members)} "
-                f"completions of {group.size - prompt_length} exceed a row",
-                why=f"packed rows hold {row_length} tokens, and completions that are compared must "
-                "be in one row",
-                fix="raise --batch.row-length, or limit prompts and completions",
-            )
+        prompt_length = group.texts.starts[group.members[0]]
+        what = f"its {len(group.members)} completions"
+        _require_room(prompt_length, group.size - prompt_length, what, row_length)
+
+
+def _require_room(prompt_length: int, others: int, what: str, row_length: int) -> None:
+    """Raise InputError if a prompt and the tokens of other texts are longer than a row."""
+    if prompt_length + others > row_length:
+        raise InputError(
+            f"a prompt of {prompt_length} tokens and {what} of {others} exceed a row",
+            why=f"packed rows hold {row_length} tokens; completions that are compared share one",
+            fix="raise --batch.row-length, or limit prompts and completions",
+        )
 
 
 def _first_fit(groups: list[_Group], row_length: int) -> list[_PackedRow]:
@@ -323,13 +327,7 @@ def _split(group: _Group, row_length: int) -> list[_Group]:
     for member in sorted(group.members, key=depth_first.index):
         prompt_length = group.texts.starts[member]
         end = group.texts.ends[member]
-        if end > row_length:
-            raise InputError(
-                f"a prompt of {prompt_length} and a completion of {end - prompt_length} tokens "
-                "exceed a row",
-                why=f"packed rows hold {row_length} tokens",
-                fix="raise --batch.row-length, or limit prompts and completions",
-            )
+        _require_room(prompt_length, end - prompt_length, "a completion", row_length)
         if pieces[-1].size + pieces[-1].growth(member)[1] > row_length:
             pieces.append(_Group(group.texts))
         pieces[-1].add(member)

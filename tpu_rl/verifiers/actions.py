@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tpu_rl.environments import text_of
 from tpu_rl.rewards import spans
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
@@ -17,6 +16,9 @@ from tpu_rl.verifiers import composed
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in any unit that the answers use too."""
+
+
+BOX_FORM = "[left, top, right, bottom]"
 
 
 class Action(NamedTuple):
@@ -36,17 +38,8 @@ def action() -> Reward:
     (GUI-R1, arXiv 2504.10458; UI-R1, arXiv 2503.21620). Without a readable action it gets 0.
     """
 
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
-    ) -> list[float]:
-        example = '{"action": "click", "box": [0, 0, 9, 9]}'
-        golds = composed.references("answer", answer, _gold_action, example)
-        return [
-            _share(text_of(completion), gold)
-            for completion, gold in zip(completions, golds, strict=True)
-        ]
-
-    return score
+    example = '{"action": "click", "box": [0, 0, 9, 9]}'
+    return composed.against("answer", _gold_action, example, _share)
 
 
 def point_in_box() -> Reward:
@@ -56,17 +49,11 @@ def point_in_box() -> Reward:
     center. The unit is that of the data: pixels, or thousandths.
     """
 
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
-    ) -> list[float]:
-        boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
-        points = [_last_point(text_of(completion)) for completion in completions]
-        return [
-            float(point is not None and _is_in(point, box))
-            for point, box in zip(points, boxes, strict=True)
-        ]
+    def measure(text: str, box: Box) -> float:
+        point = _last_point(text)
+        return float(point is not None and _is_in(point, box))
 
-    return score
+    return composed.against("answer", _box, BOX_FORM, measure)
 
 
 def box_iou(threshold: float = 0.0) -> Reward:
@@ -77,18 +64,12 @@ def box_iou(threshold: float = 0.0) -> Reward:
     """
     composed.require(0 <= threshold <= 1, f"box_iou(threshold={threshold})", "use 0 to 1")
 
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
-    ) -> list[float]:
-        boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
-        values = []
-        for completion, box in zip(completions, boxes, strict=True):
-            predicted: Any = spans.coordinates(text_of(completion), [spans.BOX])
-            value = iou(predicted, box) if predicted else 0.0
-            values.append(float(value >= threshold) if threshold else value)
-        return values
+    def measure(text: str, box: Box) -> float:
+        predicted: Any = spans.coordinates(text, [spans.BOX])
+        value = iou(predicted, box) if predicted else 0.0
+        return float(value >= threshold) if threshold else value
 
-    return score
+    return composed.against("answer", _box, BOX_FORM, measure)
 
 
 def iou(a: Box, b: Box) -> float:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import scoring, worker_process
 from tpu_rl.rewards.scoring import DeclaredReward, Reward
@@ -96,6 +97,21 @@ def references(
         ):
             results.append(read(value))
     return results
+
+
+def against(
+    column: str, read: Callable[[Any], T], expected: str, measure: Callable[[str, T], float]
+) -> DeclaredReward:
+    """Return the reward measure(text of a completion, reference), as `references` reads them."""
+
+    def score(
+        prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[float]:
+        pairs = zip(completions, references(column, columns[column], read, expected), strict=True)
+        return [measure(text_of(completion), reference) for completion, reference in pairs]
+
+    *own, _ = inspect.signature(score).parameters.values()
+    return DeclaredReward(score, [*own, inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY)])
 
 
 NO_ANSWERS = {"none", "null", "nan", "n/a", "proof", "notfound", "not found", "[object object]"}

@@ -65,24 +65,13 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
     def vectors_of(texts: Sequence[str]) -> np.ndarray:
         """Return unit vectors [N, D], NaN for a text that is too long."""
         ids = [[*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in texts]
-        vectors: dict[int, np.ndarray] = {}
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-        order = [row for row in order if len(ids[row]) <= reward_model.MAX_TOKENS]
-        for first in range(0, len(order), BATCH_ROWS):
-            rows = order[first : first + BATCH_ROWS]
-            # Widths are powers of two, so that few programs are compiled.
-            longest = len(ids[rows[-1]])
-            width = max(reward_model.MIN_COLUMNS, 1 << (longest - 1).bit_length())
-            tokens = np.zeros((BATCH_ROWS, width), np.int32)
-            mask = np.zeros((BATCH_ROWS, width), bool)
-            for place, row in enumerate(rows):
-                tokens[place, : len(ids[row])] = ids[row]
-                mask[place, : len(ids[row])] = True
+        short = [row for row in range(len(ids)) if len(ids[row]) <= reward_model.MAX_TOKENS]
+        vectors = np.full((len(ids), model.config.hidden_size), np.nan, np.float32)
+        for rows, tokens, mask in reward_model.padded([ids[row] for row in short], BATCH_ROWS):
             with jax.set_mesh(mesh):
                 batch = sharding.to_host(embed(params, jnp.asarray(tokens), jnp.asarray(mask)))
-            vectors |= zip(rows, batch, strict=False)
-        unknown = np.full(model.config.hidden_size, np.nan, np.float32)
-        return np.array([vectors.get(row, unknown) for row in range(len(ids))])
+            vectors[np.array(short)[rows]] = batch[: len(rows)]
+        return vectors
 
     return reward
 

@@ -28,7 +28,6 @@ from jax.sharding import Mesh
 from tpu_rl import models, rewards, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
 from tpu_rl.losses import reward_score
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rewards import reward_model
@@ -48,13 +47,7 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
     with jax.set_mesh(mesh):
         loaded = [models.load(directory, mesh=mesh) for directory in directories]
     for given, (model, _) in zip((path, reference), loaded, strict=True):
-        if model.config.num_outputs is not None:
-            raise InputError(
-                "not a language model: it has a head",
-                where=f"--reward implicit(...), {given}",
-                why="the reward is a ratio of probabilities of tokens",
-                fix="give a model that writes text; for a reward model use its folder as --reward",
-            )
+        models.require_writer(model, f"--reward implicit(...), {given}")
     roles = [models.role(model, lambda params: params) for model, _ in loaded]
     params = [own for _, own in loaded]
     folders = [models.tokenizer_directory(directory) for directory in directories]

@@ -14,7 +14,7 @@ import numpy as np
 
 from tpu_rl.environments import text_of
 from tpu_rl.environments.answer_text import without_thoughts
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import refused, unknown_name
 from tpu_rl.rewards.scoring import DeclaredReward, Reward
 from tpu_rl.rewards.verifier import Verifier, with_settings
 from tpu_rl.verifiers import composed
@@ -225,11 +225,7 @@ def _question(question: str, rubric: str, default: str) -> str:
 def _column(columns: Mapping[str, Sequence[Any]], name: str, setting: str) -> Sequence[Any]:
     """Return a column of the data. Raises InputError if they have none of the name."""
     if name not in columns:
-        raise InputError(
-            f"the data have no column {name!r}",
-            where=f"--reward {setting}{name})",
-            fix=f"name one of {', '.join(columns) or 'the columns'}",
-        )
+        raise unknown_name("column", name, columns, f"--reward {setting}{name})")
     return columns[name]
 
 

@@ -71,13 +71,7 @@ def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
     directory = reward_model.directory_of(path)
     with jax.set_mesh(mesh):
         model, params = models.load(directory, mesh=mesh)
-    if model.config.num_outputs is not None:
-        raise InputError(
-            "not a language model: it has a head",
-            where=f"model={path}",
-            why="a judge writes its verdict",
-            fix="name the folder itself as --reward, or give a model that writes text",
-        )
+    models.require_writer(model, f"model={path}")
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     loaded = Loaded(path, mesh, model, params, tokenizer)
     if votes:
@@ -157,16 +151,7 @@ def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
 
     def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
         log_probs = np.zeros((len(ids), len(choices)))
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-        # Batches of equal size whose width is a power of two, so that few programs are compiled.
-        for start in range(0, len(order), BATCH_ROWS):
-            rows = order[start : start + BATCH_ROWS]
-            width = max(reward_model.MIN_COLUMNS, 1 << (len(ids[rows[-1]]) - 1).bit_length())
-            tokens = np.zeros((BATCH_ROWS, width), np.int32)
-            mask = np.zeros((BATCH_ROWS, width), bool)
-            for place, row in enumerate(rows):
-                tokens[place, : len(ids[row])] = ids[row]
-                mask[place, : len(ids[row])] = True
+        for rows, tokens, mask in reward_model.padded(ids, BATCH_ROWS):
             with jax.set_mesh(loaded.mesh):
                 of_batch = sharding.to_host(
                     log_probs_of(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))

@@ -82,12 +82,12 @@ def for_rows(of: Reward = math_equivalent, column: str = "", values: str = "") -
     )
 
 
-def _with_text(completion: Any, text: str) -> Any:
-    """Return a completion whose last message of the model has another text."""
-    if isinstance(completion, str):
+def _with_text(value: Any, text: str, role: str = "assistant") -> Any:
+    """Return a prompt or completion whose last message of the role has another text."""
+    if isinstance(value, str):
         return text
-    messages = [dict(message) for message in completion]
-    said = [m for m in messages if m.get("role", "assistant") == "assistant"] or messages
+    messages = [dict(message) for message in value]
+    said = [m for m in messages if m.get("role", role) == role] or messages
     said[-1]["content"] = text
     return messages
 
@@ -128,7 +128,7 @@ def consistent(of: Reward = _one_number, penalty: float = 1.0) -> Reward:
     def wordings(prompts: Sequence[Any], *, rewordings: Sequence[Any]) -> list[list[Any]]:
         texts = composed.references("rewordings", rewordings, _texts, '["another wording", ...]')
         return [
-            [prompt, *(_reworded(prompt, text) for text in row)]
+            [prompt, *(_with_text(prompt, text, "user") for text in row)]
             for prompt, row in zip(prompts, texts, strict=True)
         ]
 
@@ -159,16 +159,6 @@ def _texts(value: Any) -> list[str]:
     if not isinstance(value, list | tuple) or not all(isinstance(t, str) and t for t in value):
         raise ValueError("it is no list of texts")
     return list(value)
-
-
-def _reworded(prompt: Any, text: str) -> Any:
-    """Return a prompt in another wording: a text, or a conversation with another last question."""
-    if isinstance(prompt, str):
-        return text
-    messages = [dict(message) for message in prompt]
-    asked = [message for message in messages if message.get("role") == "user"] or messages
-    asked[-1]["content"] = text
-    return messages
 
 
 def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError, refused
+from tpu_rl.errors import InputError, missing_file, refused
 from tpu_rl.rewards import spans
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
@@ -123,11 +123,8 @@ def _load(file: str) -> Documents:
     """
     path = Path(file).expanduser()
     if not path.is_file():
-        raise InputError(
-            "no such documents",
-            where=f"recall(documents={file})",
-            fix='name a file of JSON lines {"id": "d1", "text": "..."}',
-        )
+        fix = 'name a file of JSON lines {"id": "d1", "text": "..."}'
+        raise missing_file("no such documents", path, f"recall(documents={file})", fix)
     places: dict[str, int] = {}
     texts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -48,16 +48,10 @@ def _gold(value: Any) -> set[str]:
 
 
 def _over_sets(measure: Callable[[set[str], set[str]], float]) -> Reward:
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
-    ) -> list[float]:
-        golds = composed.references("answer", answer, _gold, 'a list, as in ["a.py", "b.py"]')
-        return [
-            measure(items_of(text_of(completion)), gold)
-            for completion, gold in zip(completions, golds, strict=True)
-        ]
-
-    return score
+    expected = 'a list, as in ["a.py", "b.py"]'
+    return composed.against(
+        "answer", _gold, expected, lambda text, gold: measure(items_of(text), gold)
+    )
 
 
 def f_beta(beta: float = 2.0) -> Reward:

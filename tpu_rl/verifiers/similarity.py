@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.environments import text_of
 from tpu_rl.rewards import spans
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.verifier import with_settings
@@ -26,16 +25,10 @@ def ordered_keys() -> Reward:
     Thoughts are left out, and case does not matter.
     """
 
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, keys: Sequence[Any], **_: Any
-    ) -> list[float]:
-        lists = composed.references("keys", keys, _keys, 'a list, as in ["first", "second"]')
-        return [
-            _order(spans.without_thoughts(text_of(completion)), gold)
-            for completion, gold in zip(completions, lists, strict=True)
-        ]
+    def measure(text: str, gold: list[str]) -> float:
+        return _order(spans.without_thoughts(text), gold)
 
-    return score
+    return composed.against("keys", _keys, 'a list, as in ["first", "second"]', measure)
 
 
 def _keys(value: Any) -> list[str]:
@@ -81,20 +74,14 @@ def rubric() -> Reward:
     be negative. Case matters in patterns only. Thoughts are left out.
     """
 
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, rubric: Sequence[Any], **_: Any
-    ) -> list[float]:
-        example = '[{"text": "Paris", "points": 2}, {"pattern": "^- ", "points": 1}]'
-        tables = composed.references("rubric", rubric, _table, example)
-        values = []
-        for completion, table in zip(completions, tables, strict=True):
-            text = spans.without_thoughts(text_of(completion))
-            earned = sum(points for points, kind, value in table if _RULES[kind](text, value))
-            most = sum(points for points, _, _ in table if points > 0)
-            values.append(min(max(earned / most, 0.0), 1.0))
-        return values
+    def measure(text: str, table: list[tuple[float, str, Any]]) -> float:
+        text = spans.without_thoughts(text)
+        earned = sum(points for points, kind, value in table if _RULES[kind](text, value))
+        most = sum(points for points, _, _ in table if points > 0)
+        return min(max(earned / most, 0.0), 1.0)
 
-    return score
+    example = '[{"text": "Paris", "points": 2}, {"pattern": "^- ", "points": 1}]'
+    return composed.against("rubric", _table, example, measure)
 
 
 _RULES = {
@@ -129,19 +116,13 @@ def patch_ratio() -> Reward:
     hunks of more than 4000 characters are compared by lines.
     """
 
-    def score(
-        prompts: Sequence[Any], completions: Sequence[Any], *, patch: Sequence[Any], **_: Any
-    ) -> list[float]:
-        golds = composed.references("patch", patch, _gold_patch, "a unified diff")
-        values = []
-        for completion, gold in zip(completions, golds, strict=True):
-            found = _hunks(spans.answer_of(text_of(completion)))
-            files = found.keys() | gold.keys()
-            ratios = [_ratio(found.get(file, ""), gold.get(file, "")) for file in files]
-            values.append(sum(ratios) / len(ratios) if found else -1.0)
-        return values
+    def measure(text: str, gold: dict[str, str]) -> float:
+        found = _hunks(spans.answer_of(text))
+        files = found.keys() | gold.keys()
+        ratios = [_ratio(found.get(file, ""), gold.get(file, "")) for file in files]
+        return sum(ratios) / len(ratios) if found else -1.0
 
-    return score
+    return composed.against("patch", _gold_patch, "a unified diff", measure)
 
 
 def _gold_patch(value: Any) -> dict[str, str]:

@@ -1,13 +1,12 @@
 """Settings that must go together. Each function raises InputError if they do not.
 
-Two settings that exclude each other are a line of a table. A setting is named by its flag, which is
-on if it has not the default, as `ranges.is_on` says; by a flag with a value, which is on if the
-setting has it; or by a name of `ALGORITHMS`, for what an algorithm is like.
+Two settings that exclude each other, or need each other, are a line of a table. A setting is named
+by its flag, which is on if it has not the default, as `ranges.is_on` says; by a flag with a value,
+which is on if the setting has it; or by a name of `ALGORITHMS`, for what an algorithm is like.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,14 +20,13 @@ from tpu_rl.losses.returns import ReturnSettings
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.rewards import registry, terms
 from tpu_rl.rollout.group_selection import num_kept
-from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.storage import gcs
 
 if TYPE_CHECKING:
     from tpu_rl.commands.config import ExperimentConfig
 
 Table = Mapping[str, Mapping[str, str]]
-"""Setting -> other settings that exclude it -> why."""
+"""Setting -> others that exclude it, or of which it needs one, as in "--a or --b" -> why."""
 
 NOT_ROLLOUTS = "an --algorithm of other data than rollouts"
 ONLY_LATEST = "an --algorithm of the latest policy alone"
@@ -40,6 +38,10 @@ CRITIQUE = "--algorithm.method critique"
 NO_EPISODES = "an --algorithm that does not learn from episodes"
 Q_SHARP = "the --algorithm Q#"
 OPPONENT = "--algorithm.pairs policy_and_reference"
+SAMPLED_PAIRS = "an --algorithm that compares sampled completions"
+OPPOSED = "an --algorithm that compares with an opponent"
+NO_REFERENCE = "an --algorithm without a reference"
+LEARNS = "an --algorithm that trains the policy"
 
 ALGORITHMS: Mapping[str, Callable[[AlgorithmConfig], bool]] = {
     NOT_ROLLOUTS: lambda x: x.experience.source != "rollouts",
@@ -54,6 +56,10 @@ ALGORITHMS: Mapping[str, Callable[[AlgorithmConfig], bool]] = {
     NO_EPISODES: lambda x: x.experience.source not in ("rollouts", "accepted", "pairs"),
     Q_SHARP: lambda x: x.experience.source == "q_examples",
     OPPONENT: lambda x: x.experience.source == "pairs" and x.experience.opponent is not None,
+    SAMPLED_PAIRS: lambda x: x.experience.source == "pairs" and x.experience.sampled_by is not None,
+    OPPOSED: lambda x: x.experience.opponent is not None,
+    NO_REFERENCE: lambda x: "reference" not in x.roles,
+    LEARNS: lambda x: "policy" in x.roles and x.roles["policy"].trainable,
 }
 """Properties of an algorithm, by name -> the test of one."""
 
@@ -69,6 +75,8 @@ ONE_COMPLETION = "the rewards of one completion have no variance"
 AS_THEY_ARE = "it reads rewards as they are: for a baseline, a threshold, a clip or pairs"
 IN_HINTS = "the log-ratios of the teacher are the only rewards"
 OWN_TURNS = "rewards of turns would lose their turns"
+WAITING = "updates and the sampler would wait for each other; --batch.staleness 1 is enough"
+TELLS = "it tells good completions from bad"
 
 APART: Table = {
     Q_SHARP: {"--sampling.stop-strings": "half a string may stand where it continues an answer"},
@@ -156,6 +164,9 @@ APART_IN_TRAINING: Table = {
         NOT_ROLLOUTS: OF_ROLLOUTS,
         CRITIQUE: "refinements are rewarded without it",
     },
+    "--rollout.likelihood.by reference": {
+        NO_REFERENCE: "it says how likely an answer is; --algorithm.kl-loss-coef 0.001 gives one"
+    },
     HINT: {
         "--environment": "a hint joins the prompt of a single turn",
         "--agent": "a hint joins the prompt of a single turn",
@@ -177,15 +188,47 @@ APART_IN_TRAINING: Table = {
 }
 """Of runs that are about to train; a configuration that was saved earlier can always be read."""
 
-RECURRENT = {
-    "--batch.share-prefixes True": "completions would begin with the state at the end of their "
-    "prompt; --batch.no-share-prefixes repeats the prompt",
-    "--sampling.speculation.tokens": "the state cannot take back the tokens of a rejected draft",
-    "--model.exact-sampling": "sums over chunks of tokens are in another order than token by token",
-    "--mesh.context": "the state runs through all tokens of a row, on one device",
-    Q_SHARP: "it looks at several next tokens, and goes back to the state before them",
+NEEDED: Table = {
+    "--algorithm.observation-coef": {
+        "--environment or --agent": "there are no observations to predict in single turns"
+    },
+    "--sampling.devices": {"--batch.staleness": WAITING},
+    "--sampling.during-updates": {"--batch.staleness": WAITING},
+    "--rollout.replay-routing": {LEARNS: "its routing is replayed where it learns"},
+    "--rollout.curriculum": {
+        "--reward or --environment or --agent": "its first value says which completions pass; "
+        "0*NAME only measures, and a likelihood is known too late"
+    },
 }
-"""Settings that need an earlier state of a model with a recurrent state, which keeps the latest."""
+"""What settings of every configuration cannot do without."""
+
+NEEDED_IN_TRAINING: Table = {
+    SAMPLED_PAIRS: {"--reward": TELLS},
+    OPPOSED: {"--reward or --environment or --agent": TELLS},
+    "--rollout.likelihood.form consistent": {"--reward": "right completions earn theirs once more"},
+}
+
+OF_MODELS: Table = {
+    "a model of texts alone": {"--model.freeze": "it has no parts for images"},
+    "a model whose images see later tokens": {
+        "--model.exact-sampling": "it adds up the keys of a token in the order of the text"
+    },
+    "a dense model": {"--rollout.replay-routing": "there is no routing to replay"},
+    "a mixture of experts": {
+        "--model.exact-sampling": "a product with an expert depends on the number of its tokens",
+        "--model.float32-sums": "products with experts are not summed in float32",
+    },
+    "a model with linear attention": {
+        "--batch.share-prefixes True": "completions would begin with the state at the end of their "
+        "prompt; --batch.no-share-prefixes repeats the prompt",
+        "--sampling.speculation.tokens": "the state cannot take back tokens of a rejected draft",
+        "--model.exact-sampling": "sums over chunks of tokens have another order than by token",
+        "--mesh.context": "the state runs through all tokens of a row, on one device",
+        Q_SHARP: "it looks at several next tokens, and goes back to the state before them",
+    },
+}
+"""Settings that do not fit a kind of model. One with linear attention has a recurrent state, of
+which it keeps the latest alone."""
 
 REFERENCE_SAMPLES = {
     "--sampling.kv-cache-dtype int8": "a rounded cache would be in its log-probs",
@@ -199,12 +242,11 @@ def is_on(config: ExperimentConfig, setting: str) -> bool:
     algorithms = [stage.algorithm for stage in config.stages]
     if setting in ALGORITHMS:
         return any(map(ALGORITHMS[setting], algorithms))
-    flag, _, value = setting.removeprefix("--").replace("-", "_").partition(" ")
-    group, _, name = flag.partition(".")
-    settings = algorithms if group == "algorithm" else [config]
-    path = name if group == "algorithm" else flag
-    wanted = setting.partition(" ")[2] or None
-    return any(ranges.is_on(part, path, wanted) for part in settings)
+    flag, *value = setting.removeprefix("--").split(" ", 1)
+    path = flag.replace("-", "_")
+    settings = algorithms if path.startswith("algorithm.") else [config]
+    path = " ".join((path.removeprefix("algorithm."), *value))
+    return any(ranges.is_on(part, path) for part in settings)
 
 
 def flag_of(setting: str) -> str:
@@ -232,9 +274,18 @@ def refuse_with(setting: str, config: ExperimentConfig, others: Mapping[str, str
             )
 
 
-def check_recurrence(config: ExperimentConfig) -> None:
-    """Check that nothing needs an earlier state of a model with a recurrent state."""
-    refuse_with("a model with linear attention", config, RECURRENT)
+def require_needed(config: ExperimentConfig, table: Table) -> None:
+    """Check that each setting of a table that is on has one of the settings that it needs."""
+    for setting, needed in table.items():
+        for others, why in needed.items():
+            choices = others.split(" or ")
+            if is_on(config, setting) and not any(is_on(config, choice) for choice in choices):
+                raise InputError(
+                    f"{setting} needs {others}",
+                    where=", ".join(map(flag_of, (setting, *choices))),
+                    why=why,
+                    fix=f"use {others}, or change {flag_of(setting)}",
+                )
 
 
 def check_any(config: ExperimentConfig) -> None:
@@ -249,6 +300,7 @@ def check_any(config: ExperimentConfig) -> None:
             fix=f"use 0 to {config.batch.prompts - 1}; an eighth of --batch.prompts is a beginning",
         )
     require_apart(config, APART)
+    require_needed(config, NEEDED)
     if is_on(config, "--rollout.curriculum"):
         check_curriculum(config)
     limits = (config.sampling.thinking.max_tokens, config.sampling.thinking.min_tokens)
@@ -258,29 +310,6 @@ def check_any(config: ExperimentConfig) -> None:
             where="--sampling.thinking, --sampling.max-new-tokens",
             why=f"completions have {config.sampling.max_new_tokens} tokens, the thought's included",
             fix="raise --sampling.max-new-tokens",
-        )
-    if is_on(config, "--algorithm.observation-coef") and not config.converses:
-        raise InputError(
-            "there are no observations to predict",
-            where="--algorithm.observation-coef",
-            why="completions are single turns, which nothing answers",
-            fix="give --environment or --agent, or leave the coefficient out",
-        )
-    for flag in ("--sampling.devices", "--sampling.during-updates"):
-        if is_on(config, flag) and not config.batch.staleness:
-            raise InputError(
-                "updates would wait for the sampler, and the sampler for updates",
-                where=f"{flag}, --batch.staleness",
-                why="on-policy rollouts need the weights after the update",
-                fix=f"add --batch.staleness 1, or leave out {flag}",
-            )
-    policies = [stage.algorithm.roles.get("policy") for stage in config.stages]
-    if config.rollout.replay_routing and not any(role and role.trainable for role in policies):
-        raise InputError(
-            "the policy does not learn",
-            where="--rollout.replay-routing",
-            why="its routing is replayed where it learns, and no other model's",
-            fix="leave it out",
         )
     check_batch(config.batch, config.sampling, config.mesh.context)
     devices = config.sampling.tensor_parallel
@@ -310,6 +339,7 @@ def check_training(config: ExperimentConfig) -> None:
     check_pairs(config)
     check_mask(config)
     require_apart(config, APART_IN_TRAINING)
+    require_needed(config, NEEDED_IN_TRAINING)
     check_variance_filter(config)
     check_likelihood(config)
     names = terms.names_of(registry.displayed(config.reward_terms))
@@ -400,13 +430,6 @@ def check_curriculum(config: ExperimentConfig) -> None:
     """Check that rows can be chosen, and start, as the curriculum says."""
     curriculum = config.rollout.curriculum
     where = "--rollout.curriculum"
-    if not (config.reward or config.converses):
-        raise InputError(
-            "no reward says which completions pass",
-            where=f"{where}, --reward",
-            why="a likelihood is known after rows have been chosen",
-            fix="name a reward; 0*NAME only measures",
-        )
     low, high = curriculum.pass_rate
     if not 0 <= low <= high <= 1:
         raise InputError(
@@ -425,9 +448,16 @@ def check_curriculum(config: ExperimentConfig) -> None:
         )
 
 
-RAISE_ROW_LENGTH = (
-    "raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens"
-)
+def _require_room(batch: BatchConfig, tokens: int, texts: str, count: str) -> None:
+    """Check that packed rows hold so many tokens, those of texts that stay together."""
+    if batch.row_length < tokens:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold {texts}",
+            where="--batch.row-length",
+            why=f"they may have {count} tokens, and stay together",
+            fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or "
+            "--sampling.max-new-tokens",
+        )
 
 
 def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: int) -> None:
@@ -441,13 +471,9 @@ def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: i
             where="--batch.prompts, --batch.num-minibatches",
             fix=f"nearest valid: {' or '.join(flags)}",
         )
-    if batch.row_length < sampling.max_prompt_tokens + sampling.max_new_tokens:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
-            where="--batch.row-length",
-            why=f"they may have {sampling.max_prompt_tokens} + {sampling.max_new_tokens} tokens",
-            fix=RAISE_ROW_LENGTH,
-        )
+    prompt, completion = sampling.max_prompt_tokens, sampling.max_new_tokens
+    count = f"{prompt} + {completion}"
+    _require_room(batch, prompt + completion, "a prompt with a completion", count)
     unit = 256 * context_devices
     if context_devices > 1 and batch.row_length % unit:
         raise InputError(
@@ -461,13 +487,6 @@ def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: i
 
 def check_algorithm(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None:
     """Check that the sampling settings suit the losses of an algorithm."""
-    if not is_temperature(sampling.temperature):
-        raise InputError(
-            f"a sampling temperature of {sampling.temperature}",
-            where="--sampling.temperature",
-            why=f"it must be 0 or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}",
-            fix="use 1.0; 0 takes the most likely token",
-        )
     teacher = algorithm.roles.get("teacher")
     if teacher is not None and teacher.path == "":
         raise InputError(
@@ -520,28 +539,16 @@ def check_algorithm(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Non
 
 
 def check_pairs(config: ExperimentConfig) -> None:
-    """Check that something tells sampled completions apart, and that pairs fit a packed row."""
+    """Check that pairs of sampled completions fit a packed row."""
     batch = config.batch
     sampling = config.sampling
     specs = [stage.algorithm.experience for stage in config.stages]
     sampled = [spec for spec in specs if spec.source == "pairs" and spec.sampled_by is not None]
-    opposed = [spec for spec in specs if spec.opponent is not None]
-    is_judged = config.reward or config.converses
-    if (sampled and not config.reward) or (opposed and not is_judged):
-        raise InputError(
-            "no reward tells good completions from bad", where="--reward", fix="name one"
-        )
-    prompts = 1 if batch.share_prefixes else 2
-    pair_length = prompts * sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
-    if not all(spec.graded for spec in sampled) and batch.row_length < pair_length:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot hold a prompt with both its "
-            "completions",
-            where="--batch.row-length",
-            why=f"they may have {prompts} x {sampling.max_prompt_tokens} + 2 x "
-            f"{sampling.max_new_tokens} tokens, and pairs stay together",
-            fix=RAISE_ROW_LENGTH,
-        )
+    if not all(spec.graded for spec in sampled):
+        prompts = 1 if batch.share_prefixes else 2
+        count = f"{prompts} x {sampling.max_prompt_tokens} + 2 x {sampling.max_new_tokens}"
+        tokens = prompts * sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
+        _require_room(batch, tokens, "a prompt with both its completions", count)
     if is_on(config, OPPONENT) and batch.group_size % 2:
         raise InputError(
             f"{batch.group_size} completions of a prompt are not half the policy's",
@@ -582,29 +589,15 @@ def check_likelihood(config: ExperimentConfig) -> None:
     likelihood = config.rollout.likelihood
     if not likelihood.coef:
         return
-    where = "--rollout.likelihood.coef"
-    if not 0 < likelihood.coef < math.inf or not likelihood.mark:
+    if not likelihood.mark:
         raise InputError(
-            "the coefficient is not above 0, or the mark is empty",
-            where=f"{where}, --rollout.likelihood.mark",
-            fix="use 1, and the text that stands before answers, e.g. '####'",
+            "the mark is empty",
+            where="--rollout.likelihood.mark",
+            fix="use the text that stands before answers, e.g. '####'",
         )
     if "likelihood" in config.reward_names:
         raise InputError(
             "a reward has the name of the likelihood",
-            where=f"{where}, --reward",
+            where="--rollout.likelihood.coef, --reward",
             fix="give the function another name",
-        )
-    roles = [stage.algorithm.roles for stage in config.stages]
-    if likelihood.by == "reference" and any("reference" not in names for names in roles):
-        raise InputError(
-            "the algorithm has no reference that could say how likely an answer is",
-            where="--rollout.likelihood.by",
-            fix="add --algorithm.kl-loss-coef 0.001, which gives it one",
-        )
-    if likelihood.form == "consistent" and not config.reward_names:
-        raise InputError(
-            "the form consistent adds to the reward of right completions, and there is none",
-            where="--rollout.likelihood.form, --reward",
-            fix="name one",
         )

@@ -24,11 +24,11 @@ from tpu_rl import data, metrics, models, ranges, rewards, tokenizers, untrusted
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos.grpo import GrpoConfig
 from tpu_rl.commands import compose, micro_batches, roles
-from tpu_rl.commands.checks import row_checks
+from tpu_rl.commands.checks import config_checks, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
-from tpu_rl.errors import InputError, printable
+from tpu_rl.errors import InputError, located, printable
 from tpu_rl.experience.config import DataConfig
 from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.transforms import text_of_column
@@ -43,6 +43,7 @@ from tpu_rl.runtime.host import (
     forbid_tensor_float32,
     warn_of_unused_accelerators,
 )
+from tpu_rl.sampler.config import check_logit_bias
 from tpu_rl.tokenizers import end_of_sequence
 from tpu_rl.types import Model, QExamples
 
@@ -80,13 +81,12 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
                 metrics.require(dashboard)
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
-    check_episodes(config)
+    check_processes(config)
     check_environment(config, rows)
     if config.agent:
         compose.agent(config)  # It loads.
     if config.evaluation.tasks:
         wings.MODULES["harness"].load_tasks(config.evaluation.tasks)
-    check_sampler_devices(config)
     warnings += check_warmup(config)
     require_reward(config)
     check_rewards(config, rows)
@@ -311,14 +311,8 @@ def check_tokenizer(
             tokenizer.encode_prompt(row["prompt"], row.get("tools"))
             prompt_rows.append(row)
     vocab_size = model.config.vocab.size
-    forbidden = {token for token, bias in config.sampling.logit_bias if bias == -math.inf}
-    if len(forbidden.intersection(range(vocab_size))) == vocab_size:
-        raise InputError(
-            "every token is forbidden",
-            where="--sampling.logit-bias",
-            why=f"it has -inf for all {vocab_size} tokens of the vocabulary",
-            fix="leave at least one",
-        )
+    with located("--sampling.logit-bias"):
+        check_logit_bias(config.sampling.logit_bias, vocab_size)
     warnings = check_embedding(tokenizer, vocab_size)
     if note_wrapped_prompts(tokenizer, prompt_rows):
         refuse_raw_prompts(config)
@@ -533,30 +527,17 @@ def require_reward(config: ExperimentConfig) -> None:
         )
 
 
-def check_sampler_devices(config: ExperimentConfig) -> None:
-    """Raise InputError if a run of several processes wants devices that only sample."""
-    if config.sampling.devices and processes.count() > 1:
-        raise InputError(
-            "the sampler cannot have devices of its own in a run of several processes",
-            where="--sampling.devices",
-            why="processes decide together what runs next, and a thread would decide by itself",
-            fix="leave it out, or run on one host",
-        )
-
-
 CONVERSING: set[SourceName] = {"rollouts", "accepted", "pairs", "completions"}
 """Sources whose completions may be conversations."""
 
 
-def check_episodes(config: ExperimentConfig) -> None:
-    """Raise InputError if episodes cannot go on in the next step."""
-    if config.rollout.partial and config.converses and processes.count() > 1:
-        raise InputError(
-            "episodes cannot go on in the next step in a run of several processes",
-            where="--rollout.partial, --environment, --agent",
-            why="an environment or agent lives in the process that began its episode",
-            fix="leave out --rollout.partial, or run on one host",
-        )
+def check_processes(config: ExperimentConfig) -> None:
+    """Raise InputError if a setting does not fit a run of several processes."""
+    if processes.count() > 1:
+        others = {"--sampling.devices": "a thread would decide by itself what runs next"}
+        if config.converses:
+            others["--rollout.partial"] = "episodes live in the process that began them"
+        config_checks.refuse_with("a run of several processes", config, others)
 
 
 def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
@@ -647,9 +628,7 @@ def check_sets(config: ExperimentConfig, tokenizer: tokenizers.Tokenizer) -> Non
             if problems:
                 check_problems(config, problems, tokenizer)
         except InputError as error:
-            where = f"--evaluation.sets {name}={path}"
-            where += f"; {error.where}" if error.where and error.where != path else ""
-            raise InputError(error.what, where=where, why=error.why, fix=error.fix) from None
+            raise error.within(f"--evaluation.sets {name}={path}") from None
         imitates = stage.algorithm.experience.imitates is not None
         if not problems and not (imitates and any(map(tasks.brings_text, rows))):
             raise InputError(

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 from tpu_rl import rewards
-from tpu_rl.errors import InputError, refused, reported, typed_command
+from tpu_rl.errors import InputError, missing_file, refused, reported, typed_command, unknown_name
 from tpu_rl.rewards import registry
 from tpu_rl.runtime.worker_child import shorten
 from tpu_rl.studies import verifier_bench
@@ -58,7 +58,7 @@ def read(file: str) -> list[dict[str, Any]]:
     """
     path = Path(file).expanduser()
     if not path.is_file():
-        raise InputError("no such file", where=file, fix="name a file of JSON lines")
+        raise missing_file("no such file", path, otherwise="name a file of JSON lines")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -95,12 +95,7 @@ def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
     }
     rewards.require_columns(name, function, columns)
     if flags.by and flags.by not in columns:
-        raise InputError(
-            f"no column {flags.by!r}",
-            where="--by",
-            why=f"the rows have {', '.join(columns) or 'no further columns'}",
-            fix="name one of them",
-        )
+        raise unknown_name("column", flags.by, columns, "--by")
     answers = rewards.as_answers(prompts, completions)
     values, faults, _ = rewards.apply(name, function, prompts, answers, columns)
     labels = np.array([row["label"] for row in rows])

@@ -20,7 +20,6 @@ command, in another run folder, and compares the digests.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import subprocess
@@ -31,15 +30,17 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tpu_rl import run_files
+from tpu_rl import ranges, run_files
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import config, finish
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
-from tpu_rl.errors import InputError, reported, typed_command
+from tpu_rl.errors import InputError, did_you_mean, reported, typed_command
 from tpu_rl.evaluation.intervals import Estimate
+from tpu_rl.ranges import Count
 from tpu_rl.report import markdown
+from tpu_rl.sampler.config import Temperature
 from tpu_rl.studies import comparison, memorization
 
 THRESHOLDS = tuple(tenth / 10 for tenth in range(11))
@@ -50,9 +51,9 @@ THRESHOLDS = tuple(tenth / 10 for tenth in range(11))
 class Flags:
     models: tyro.conf.Positional[tuple[str, ...]] = ()
     """Models, runs, files of answers, or NAME=A,B,C."""
-    samples: int = 1
+    samples: Count = 1
     """Answers to each problem."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Of the sampler; 0 for the most likely answers."""
     metric: str | None = None
     """Compare the last value of this metric of runs, such as eval/accuracy."""
@@ -101,12 +102,7 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
     members = list(dict.fromkeys(itertools.chain(*groups.values())))
     if len(members) < 1 + (not flags.memorized):
         raise InputError("nothing to compare with", where="A B", fix="give two models or runs")
-    if flags.samples < 1 or flags.temperature < 0:
-        raise InputError(
-            f"{flags.samples} samples at temperature {flags.temperature:g}",
-            where="--samples, --temperature",
-            fix="use at least 1, and no negative temperature",
-        )
+    ranges.check(flags, "--")
     if flags.metric is not None and problems:
         raise InputError(
             "--metric reads the metrics of runs and answers no problems",
@@ -174,12 +170,8 @@ def last_value(run: str, metric: str) -> float:
     values = [row[metric] for row in rows if row.get(metric) is not None]
     if not values:
         names = sorted(set().union(*rows))
-        nearest = difflib.get_close_matches(metric, names, n=1, cutoff=0.0)
-        raise InputError(
-            f"the run has no metric {metric}",
-            where=run,
-            fix=f"did you mean {nearest[0]}?" if nearest else "",
-        )
+        fix = did_you_mean(metric, names)
+        raise InputError(f"the run has no metric {metric}", where=run, fix=fix)
     return float(values[-1])
 
 

@@ -137,7 +137,9 @@ class Flags:
     """Evaluate only the most likely completion of each problem."""
     max_new_tokens: int | None = None
     """The largest number of tokens of a completion. The default is the preset's or run's."""
-    judge: Annotated[str, Conflicts("greedy", "guide", why="it chooses among sampled answers")] = ""
+    judge: Annotated[
+        str, Conflicts("greedy", "guide", "samples 1", why="it chooses among sampled answers")
+    ] = ""
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
     search: Annotated[
@@ -233,13 +235,6 @@ def check(flags: Flags) -> None:
                 where="--data.templates",
                 fix="write {prompt} into each template",
             )
-    if flags.judge and flags.samples < 2:
-        raise InputError(
-            "a judge has nothing to choose from",
-            where="--judge, --samples",
-            why="it chooses among several sampled completions",
-            fix="use --samples 8",
-        )
     if flags.search and (flags.samples % flags.search_width or not flags.step_end):
         raise InputError(
             f"--search {flags.search} with --samples {flags.samples} and --search-width "
@@ -353,9 +348,7 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
             file=sys.stderr,
         )
         return replace(config, reward=(FILE_REWARD,))
-    raise InputError(
-        "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
-    )
+    raise compose.without_judgment()
 
 
 def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
@@ -366,7 +359,7 @@ def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
     if not flags.judge or flags.judge in config.evaluation_rewards:
         return config
     if config.evaluation_reward is None:
-        raise InputError("no reward says what is correct", where="--judge", fix="give --reward too")
+        raise compose.without_judgment("--judge")
     metrics = (*config.evaluation.metrics, flags.judge)
     return replace(config, evaluation=replace(config.evaluation, metrics=metrics))
 

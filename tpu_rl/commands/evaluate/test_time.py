@@ -28,7 +28,7 @@ from tpu_rl import data, ranges
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import compose, micro_batches
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands.checks import preflight
+from tpu_rl.commands.checks import config_checks, preflight
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.recipe.answers import Answers
@@ -99,22 +99,12 @@ def check(flags: Flags, config: ExperimentConfig) -> ExperimentConfig:
         InputError: if a setting is impossible, or the algorithm does not learn from rollouts alone.
     """
     ranges.check(flags, "--")
-    rollout = config.rollout
-    if (
-        config.algorithm.experience.source != "rollouts"
-        or len(config.stages) > 1
-        or rollout.partial
-        or config.batch.staleness
-        or rollout.curriculum != type(rollout.curriculum)()
-    ):
-        raise InputError(
-            "a problem alone cannot be learned from so",
-            where="--algorithm, --rollout, --batch.staleness",
-            why="each problem has a few steps of its own, with rollouts of the latest policy",
-            fix="use grpo, ppo or reinforce in one phase, and leave these flags out",
-        )
+    why = "each problem has a few steps of its own, with rollouts of the latest policy"
+    others = ("--phases", "--rollout.partial", "--batch.staleness", "--rollout.curriculum")
+    refused = {setting: why for setting in (config_checks.NOT_ROLLOUTS, *others)}
+    config_checks.refuse_with("learning from a problem alone", config, refused)
     if config.evaluation_reward is None:
-        raise InputError("no reward says what is correct", where="--reward", fix="name one")
+        raise compose.without_judgment()
     evaluation = replace(config.evaluation, rows=flags.items)
     config = replace(config, steps=flags.steps, evaluation=evaluation)
     for warning in preflight.check(config):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tpu_rl.commands.flags import help_text
 from tpu_rl.errors import InputError
 
 EARLIER = {
@@ -118,9 +119,7 @@ def require_once(default: Any, flags: Sequence[str]) -> None:
     ]
     names = [word.replace("_", "-") for word in words]
     for name in dict.fromkeys(names):
-        value = default
-        for part in name.removeprefix("--").replace("-", "_").split("."):
-            value = getattr(value, part, None)
+        value = help_text.setting(default, name.removeprefix("--").replace("-", "_"))
         if isinstance(value, tuple) and names.count(name) > 1:
             raise InputError(
                 f"{name} is given {names.count(name)} times",

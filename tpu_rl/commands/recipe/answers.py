@@ -74,7 +74,7 @@ def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, 
     config = with_model(config, address)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
-    roles.require_writer(language.model, address)
+    models.require_writer(language.model, address)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 
@@ -156,9 +156,7 @@ def evaluate(
     Raises InputError if no reward says what is correct.
     """
     if config.evaluation_reward is None and not compose.is_judged(config):
-        raise InputError(
-            "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
-        )
+        raise compose.without_judgment()
     settings = replace(
         sampler_config(config.sampling, language.tokenizer, samples),
         temperature=temperature,

@@ -32,8 +32,8 @@ import tyro
 
 from tpu_rl import run_files
 from tpu_rl.checkpoint import lock
-from tpu_rl.commands import config, roles, run
-from tpu_rl.commands.checks import preflight
+from tpu_rl.commands import compose, config, roles, run
+from tpu_rl.commands.checks import config_checks, preflight
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers, examples, recipe_file, recipe_report, written_prompts
 from tpu_rl.commands.recipe.answers import Answers
@@ -54,6 +54,7 @@ from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
 from tpu_rl.types import Purpose
 
 ROWS = "rows.jsonl"
+ONE_TURN = "it keeps completions of one turn; the method rft imitates whole conversations"
 NOT_KEPT = ("messages", "text", "completion", "ended", "system", "system_prompt")
 """Columns that would say something else of a row than its new prompt and completion."""
 
@@ -126,8 +127,7 @@ def named(what: str) -> Iterator[None]:
     except Preempted:  # Not an error of the stage.
         raise
     except TpuRlError as error:
-        where = f"{what}: {error.where}" if error.where else what
-        raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from error
+        raise error.within(what) from error
 
 
 def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
@@ -163,7 +163,7 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
             parsed = configs[f"{name}:"]
             count = len(answers.problems_of(parsed, is_whole=True))
             if parsed.evaluation_reward is None and not parsed.environment:
-                raise InputError("no reward says what is correct", where="reward")
+                raise compose.without_judgment("reward")
         if shows:
             print(f"evaluation {name}: {count} problems, reward {parsed.evaluation_reward}")
     return configs
@@ -201,25 +201,14 @@ def check_filter(config: ExperimentConfig, keep: Keep) -> None:
             "the task makes prompts without end", where="keep: prompts", fix="say how many"
         )
     if not config.reward and not config.environment:
-        raise InputError("nothing judges the completions", where="reward", fix="name a reward")
-    if keep.rows == "pairs" and config.batch.group_size < 2:
-        raise InputError(
-            "a pair needs two completions", where="batch.group-size", fix="use at least 2"
-        )
-    if keep.concepts and (keep.rows != "prompts" or keep.weakest < 1):
-        raise InputError(
-            "concepts choose prompts",
-            where="keep: concepts, rows, weakest",
-            fix="use `rows: prompts`, and at least 1 concept",
-        )
+        raise compose.without_judgment("reward")
     if keep.columns:
         written_prompts.load(keep.columns)
-    if config.environment or config.agent:
-        raise InputError(
-            "a filter keeps completions of one turn",
-            where="environment, agent",
-            fix="use the method rft, which imitates whole conversations",
-        )
+    others = {"--environment": ONE_TURN, "--agent": ONE_TURN}
+    config_checks.refuse_with("a stage with `keep`", config, others)
+    if keep.rows == "pairs":
+        others = {"--batch.group-size 1": "a pair needs two completions"}
+        config_checks.refuse_with("a stage that keeps pairs", config, others)
 
 
 def run_all(

@@ -30,7 +30,6 @@ that it reads other rows of a file that one round does not finish.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -39,7 +38,7 @@ from typing import Annotated, Any
 
 from tpu_rl import ranges
 from tpu_rl.commands.flags import flag_names, yaml_flags
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 from tpu_rl.ranges import Count, CountOrNone, Needs, NotNegative, ReadOnlyWith, Share
 
 ROUND_SEED = 1000
@@ -83,10 +82,10 @@ class Keep:
     """Keep completions of a prompt with the same text."""
     pass_rate: tuple[Share, Share] = (0.0, 1.0)
     """Keep prompts of which this share of completions passes, both ends included."""
-    concepts: str = ""
+    concepts: Annotated[str, ReadOnlyWith("rows", "prompts", why="concepts choose prompts")] = ""
     """prompts: a column that names what a prompt is about. Prompts of the `weakest` concepts are
     kept, those of whose completions the smallest share passes."""
-    weakest: Annotated[CountOrNone, Needs("concepts")] = 1
+    weakest: Annotated[Count, Needs("concepts")] = 1
     """concepts: how many of them."""
     gap: Annotated[NotNegative, ReadOnlyWith("rows", "pairs")] = 0.0
     """pairs: the smallest difference of the rewards; at 0, any difference above 0."""
@@ -397,12 +396,6 @@ def _name(name: Any, where: str) -> str:
 def _require_keys(values: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in values:
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             library = flag_names.library_of(str(key))
-            raise InputError(
-                f"unknown key {key!r}",
-                where=where,
-                fix=f"this is a file of {library}; a recipe has {', '.join(known)}"
-                if library
-                else f"did you mean {nearest}? Known: {', '.join(known)}",
-            )
+            where = f"{where}, a file of {library}" if library else where
+            raise unknown_name("key", str(key), known, where)

@@ -37,7 +37,7 @@ from tpu_rl.commands.serve.model_app import ModelLength
 from tpu_rl.errors import InputError, TpuRlError, reported, typed_command
 from tpu_rl.ranges import Count
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.sampler.config import is_temperature
+from tpu_rl.sampler.config import TEMPERATURES, Temperature
 from tpu_rl.serving.app import Account, App
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Images, Options
 from tpu_rl.serving.pump import Distribution
@@ -56,7 +56,7 @@ class Flags:
     """Run folders, model directories, or hub ids."""
     system: str | None = None
     """The system message."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """0 takes the likeliest tokens."""
     max_new_tokens: Count = 512
     """Tokens of an answer."""
@@ -83,9 +83,6 @@ def check(flags: Flags) -> None:
     """Check the flags. Raises InputError if there is no model, or a number is out of range."""
     if not flags.models:
         raise InputError("no model to talk to", where="MODEL_OR_RUN_DIR", fix="name one")
-    if not is_temperature(flags.temperature):
-        where = "--temperature"
-        raise InputError(f"--temperature is {flags.temperature}", where=where, fix="use 0 to 100")
     ranges.check(flags, "--")
 
 
@@ -228,7 +225,7 @@ def with_temperature(options: Options, value: str) -> Options:
         temperature = float(value)
     except ValueError:
         temperature = -1.0
-    if is_temperature(temperature):
+    if temperature in TEMPERATURES:
         return replace(options, temperature=temperature)
     print(f"{value!r} is no temperature: use 0, or a number such as 0.7", file=sys.stderr)
     return options

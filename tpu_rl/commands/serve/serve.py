@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,10 +38,10 @@ from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.commands.serve import model_app
 from tpu_rl.commands.serve.model_app import ModelLength
 from tpu_rl.errors import InputError, reported, typed_command
-from tpu_rl.ranges import Count, In
+from tpu_rl.ranges import Count, In, Needs, ReadOnlyWith
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import TurnRequest
-from tpu_rl.sampler.config import TEMPERATURES, is_temperature
+from tpu_rl.sampler.config import Temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tinker import users
@@ -55,8 +55,7 @@ KEY_VARIABLE = "TPU_RL_API_KEY"
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
-OF_TINKER = ("max_lora_rank", "max_loras", "remat", "state_dir", "api_keys")
-"""Flags that need --tinker."""
+OF_TINKER = Needs("tinker", why="it is a setting of --tinker")
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,14 @@ class Flags:
     was trained for, at most 4096."""
     max_num_seqs: Count = 8
     """Completions decoded at once."""
-    temperature: float = 1.0
+    temperature: Annotated[
+        Temperature, ReadOnlyWith("tinker", False, why="each request of a client has its own")
+    ] = 1.0
     """The default of requests. Each other temperature that a request asks for compiles programs of
     its own."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: Annotated[
+        TokenizerConfig, ReadOnlyWith("tinker", False, why="clients load their own tokenizer")
+    ] = TokenizerConfig()
     """The default is the run's."""
     images: bool = False
     """Read images with a model directory of Gemma 3 or 4, as --model.images in training."""
@@ -94,17 +97,17 @@ class Flags:
     """The name by which clients ask for the model. Others are refused then; without it, the model
     answers to any name, and the server prints names that are not its own. With --tinker, MODEL
     itself is a name, too."""
-    max_lora_rank: Annotated[int, In("[1, 128]")] = 32
+    max_lora_rank: Annotated[int, In("[1, 128]"), OF_TINKER] = 32
     """--tinker: the largest rank of an adapter, at most 128. Adapters of smaller ranks take as much
     memory and time."""
-    max_loras: Count = 16
+    max_loras: Annotated[Count, OF_TINKER] = 16
     """--tinker: training clients at once."""
-    remat: Literal["full", "save-dots", "none"] = "full"
+    remat: Annotated[Literal["full", "save-dots", "none"], OF_TINKER] = "full"
     """--tinker: what the backward pass computes again, as --model.remat in training. "none" is the
     fastest and takes the most memory."""
-    state_dir: Path = Path("runs/tinker")
+    state_dir: Annotated[Path, OF_TINKER] = Path("runs/tinker")
     """--tinker: the folder of saved states."""
-    api_keys: Path | None = None
+    api_keys: Annotated[Path | None, OF_TINKER] = None
     """--tinker: a file (TOML) of users, in place of --api-key: each has a key, and sessions and
     states of its own."""
 
@@ -143,37 +146,22 @@ def check(flags: Flags) -> None:
     Raises InputError if a number is out of range, or others could reach a server without a key.
     """
     ranges.check(flags, "--")
-    least, most = TEMPERATURES
-    if not is_temperature(flags.temperature):
-        raise InputError(
-            f"--temperature is {flags.temperature}",
-            where="--temperature",
-            why="other temperatures make numbers that float32 cannot hold",
-            fix=f"use 0, or {least:g} to {most:g}",
-        )
     if not server.is_loopback(flags.host) and flags.api_keys is None and api_key(flags) is None:
         raise InputError(
             "other machines could use the server without a key",
             where=f"--host {flags.host}",
             fix=f"give --api-key or set {KEY_VARIABLE}; or leave out --host",
         )
-    if not flags.tinker:
-        values, defaults = asdict(flags), asdict(Flags(""))
-        changed = [name for name in OF_TINKER if values[name] != defaults[name]]
-        if changed:
-            flag = f"--{changed[0].replace('_', '-')}"
-            raise InputError(f"{flag} is a setting of --tinker", where=flag, fix="give --tinker")
-        return
     key = api_key(flags)
-    is_wrong_key = key is not None and not key.startswith("tml-")
-    for flag, is_wrong, why in (
-        ("--tokenizer", flags.tokenizer != TokenizerConfig(), "clients load their own tokenizer"),
-        ("--temperature", flags.temperature != 1.0, "each request of a client has its own"),
-        ("--api-key", is_wrong_key, "the client accepts keys only that begin with tml-"),
-        ("--api-key", key and flags.api_keys, "--api-keys has the keys"),
-    ):
-        if is_wrong:
-            raise InputError(f"{flag} does not go with --tinker", where=flag, why=why, fix="see -h")
+    if flags.tinker and key and (flags.api_keys or not key.startswith("tml-")):
+        raise InputError(
+            "the key does not go with --tinker",
+            where=f"--api-key, {KEY_VARIABLE}",
+            why="--api-keys has the keys"
+            if flags.api_keys
+            else "the client accepts keys only that begin with tml-",
+            fix="leave it out",
+        )
 
 
 def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:

@@ -18,6 +18,7 @@ import math
 import operator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -25,12 +26,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tpu_rl import ranges
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.recipe import answers
 from tpu_rl.commands.tools import combined_files, deltas
 from tpu_rl.errors import InputError, reported, typed_command
+from tpu_rl.ranges import Conflicts, Count
 from tpu_rl.report import markdown
 
 OPERATIONS = {
@@ -45,7 +48,7 @@ OPERATIONS = {
 class Flags:
     terms: tyro.conf.Positional[tuple[str, ...]]
     """MODEL=WEIGHT, or models with --deltas."""
-    to: str | None = None
+    to: Annotated[str | None, Conflicts("deltas", why="it writes nothing")] = None
     """The directory to write: new, empty, or a model directory, which is then replaced."""
     base: str | None = None
     """Add weighted differences to this model. With --deltas, the model that the training began
@@ -54,7 +57,7 @@ class Flags:
     """Values of s in weights. Each gets a directory of its own below --to."""
     deltas: bool = False
     """Report what changed, and write nothing."""
-    directions: int = 8
+    directions: Count = 8
     """With --deltas: the number of principal directions that are compared."""
 
 
@@ -63,6 +66,9 @@ def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("combine"), description=__doc__)
+    ranges.check(flags, "--")
+    if not flags.terms:
+        raise InputError("no model", where="MODEL", fix="as in --to soup a=0.5 b=0.5")
     if flags.deltas and problems:
         raise InputError("--deltas answers no problems", where="--", fix="leave them out")
     if flags.deltas:
@@ -77,12 +83,8 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
 
     Raises InputError if flags do not go together, or models do not.
     """
-    if flags.to is None or not flags.terms:
-        raise InputError(
-            "nothing to add up" if not flags.terms else "no directory to write",
-            where="--to",
-            fix="as in --to soup runs/a=0.5 runs/b=0.5",
-        )
+    if flags.to is None:
+        raise InputError("no directory to write", where="--to", fix="as in --to soup a=0.5 b=0.5")
     pairs = [term.rpartition("=")[::2] for term in flags.terms]
     uses_s = any(weight_of(text, 1.0) != weight_of(text, 2.0) for _, text in pairs)
     if uses_s != bool(flags.sweep):
@@ -160,12 +162,6 @@ def weight_of(text: str, s: float) -> float:
 
 def report_deltas(flags: Flags) -> None:
     """Print what the training of each model changed, and the cosines of the changes."""
-    if not flags.terms or flags.to is not None or flags.directions < 1:
-        raise InputError(
-            "--deltas takes models, writes nothing, and compares at least one direction",
-            where="--deltas, --to, --directions",
-            fix="as in runs/a --deltas",
-        )
     console = Console()
     found = []
     for name in flags.terms:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
-from tpu_rl import models
+from tpu_rl import models, ranges
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.commands.saved_run import load_run
 from tpu_rl.commands.tools import hub, model_card
 from tpu_rl.errors import InputError, reported, typed_command
+from tpu_rl.ranges import Conflicts, Needs
 from tpu_rl.rewards import reward_model
 from tpu_rl.types import Params
 
@@ -53,15 +54,20 @@ class Flags:
     adapter: bool = False
     """Write only the LoRA adapter, as a directory for PEFT, not merged into the model. It is always
     in the dtype that it was trained in."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Conflicts("adapter", why="adapters are small, and keep the dtype that they trained in"),
+    ] = None
     """The type of the weights. The default is that of the base model's files, or of the run's
     parameters if these were random at first."""
-    max_shard_size: str = MAX_SHARD_SIZE
+    max_shard_size: Annotated[str, Conflicts("adapter", why="an adapter is one file")] = (
+        MAX_SHARD_SIZE
+    )
     """The largest file of weights, such as 500MB or 2GiB. A larger model is written to several
     files with an index."""
     push_to_hub: str | None = None
     """Also upload the directory to this repository, OWNER/NAME, of the Hugging Face hub."""
-    private: bool = False
+    private: Annotated[bool, Needs("push_to_hub", why="it is of a repository OWNER/NAME")] = False
     """Make the repository private if --push-to-hub creates it."""
 
 
@@ -102,24 +108,7 @@ def check(flags: Flags) -> int:
         InputError: they do not go together, or the hub accepts no upload.
     """
     max_shard_bytes = parse_size(flags.max_shard_size)
-    if flags.adapter and flags.dtype is not None:
-        raise InputError(
-            "--dtype does not apply to an adapter",
-            where="--dtype, --adapter",
-            why="adapters are small, and are written in the dtype that they were trained in",
-            fix="drop one of the two",
-        )
-    if flags.adapter and flags.max_shard_size != MAX_SHARD_SIZE:
-        raise InputError(
-            "--max-shard-size does not apply to an adapter",
-            where="--max-shard-size, --adapter",
-            why="an adapter is one file",
-            fix="drop one of the two",
-        )
-    if flags.push_to_hub is None and flags.private:
-        raise InputError(
-            "--private without a repository", where="--private", fix="add --push-to-hub OWNER/NAME"
-        )
+    ranges.check(flags, "--")
     if flags.push_to_hub is not None:
         hub.require_access(flags.push_to_hub)
     return max_shard_bytes

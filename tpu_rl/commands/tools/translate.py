@@ -19,6 +19,7 @@ from typing import Any
 import tyro
 import yaml
 
+from tpu_rl.commands.flags import yaml_flags
 from tpu_rl.commands.flags.flag_names import OTHER_FILES, library_of
 from tpu_rl.errors import InputError, reported, typed_command
 
@@ -134,14 +135,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it is no YAML file with settings.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = str(error).splitlines()[0]
-        raise InputError("cannot read the file", where=str(path), why=why) from error
-    if not isinstance(content, dict) or not content:
-        raise InputError("no settings", where=str(path), fix="give a YAML file of TRL or verl")
-    return dict(_flat(content))
+    return dict(_flat(yaml_flags.read_mapping(path)))
 
 
 def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:

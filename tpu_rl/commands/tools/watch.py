@@ -74,14 +74,7 @@ def draw(folder: Path) -> tuple[console.Group, bool]:
         InputError: the folder has no rows.
         DamagedDataError: a file of the run cannot be read.
     """
-    rows = list(run_files.read_metrics(folder))
-    if not rows:
-        raise InputError(
-            "There is nothing to watch yet.",
-            where=str(folder / metrics.METRICS_FILE),
-            why="the file is missing or has no rows",
-            fix="give the folder of a run, after its first step",
-        )
+    rows = run_files.require_metrics(folder)
     last = rows[-1]
     config: dict[str, Any] = {}
     if run_files.exists(folder / "config.yaml"):

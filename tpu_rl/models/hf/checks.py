@@ -9,13 +9,21 @@ from typing import Any
 from tpu_rl.errors import InputError
 
 
+def require(
+    name: str, value: Any, is_supported: bool, why: str, fix: str = "download config.json again"
+) -> None:
+    """Raise InputError unless the value of a field is supported."""
+    if not is_supported:
+        raise InputError(f"{name} = {repr(value)[:200]} is not supported", why=why, fix=fix)
+
+
 def require_size(field: str, size: Any, largest: int) -> None:
     """Raise InputError unless a field of a configuration is a whole number from 1 to `largest`."""
     if type(size) is not int or not 1 <= size <= largest:
         raise InputError(
             f"{field} = {str(size)[:40]} is out of range",
             why=f"it must be a whole number from 1 to {largest:,}",
-            fix="correct config.json, or download it again",
+            fix="correct the file, or download it again",
         )
 
 
@@ -31,12 +39,7 @@ def require_supported(
         subject: what has the field, before its name in the error.
     """
     for name, (value, is_supported) in fields.items():
-        if not is_supported:
-            raise InputError(
-                f"{subject}{name} = {repr(value)[:80]} is not supported",
-                why=why,
-                fix=fix,
-            )
+        require(f"{subject}{name}", value, is_supported, why, fix)
 
 
 def require_values(
@@ -44,12 +47,8 @@ def require_values(
 ) -> None:
     """Raise InputError for the first field that has another value than the one supported."""
     for name, value in supported.items():
-        if hf[name] != value:
-            raise InputError(
-                f"{subject}{name} = {str(hf[name])[:80]} is not supported",
-                why=why,
-                fix=f"use a model with {name} = {json.dumps(value)}",
-            )
+        fix = f"use a model with {name} = {json.dumps(value)}"
+        require(f"{subject}{name}", hf[name], hf[name] == value, why, fix)
 
 
 def require_heads(num_heads: int, head_dim: int, num_kv_heads: int, fix: str) -> None:

@@ -24,7 +24,13 @@ from tpu_rl.models.config import (
     VocabConfig,
 )
 from tpu_rl.models.hf import moe_families, rope_config
-from tpu_rl.models.hf.checks import require_heads, require_size, require_supported, require_values
+from tpu_rl.models.hf.checks import (
+    require,
+    require_heads,
+    require_size,
+    require_supported,
+    require_values,
+)
 from tpu_rl.models.vision import towers
 
 LAYER_NAMES = {
@@ -661,12 +667,9 @@ def _with_defaults(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
         if hf[field] is not None or field in REQUIRED:
             require_size(field, hf[field], largest)
     _require_supported(family, hf)
-    if not 0 <= float(hf["rms_norm_eps"]) < 1:
-        raise InputError(
-            f"rms_norm_eps is {hf['rms_norm_eps']}",
-            why="it is added to a variance, so that none is zero: a small number",
-            fix="download config.json again",
-        )
+    epsilon = hf["rms_norm_eps"]
+    why = "it is added to a variance, so that none is zero: a small number"
+    require("rms_norm_eps", epsilon, 0 <= float(epsilon) < 1, why)
     return hf
 
 
@@ -757,21 +760,25 @@ def _layer_types(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     if hf["model_type"] in rope_config.GEMMA4:
         layer_types = (*layer_types[:-1], "full")  # as transformers does
     other = RECURRENT if "linear_num_value_heads" in family.defaults else "sliding"
-    if len(layer_types) != num_layers or not {*layer_types} <= {"full", other}:
-        raise InputError(
-            f"layer_types = {str(stated)[:200]} is not supported",
-            why=f"each of the {num_layers} layers must have full_attention or {other}_attention",
-            fix="use a model whose layers are all of these two types",
-        )
-    if "sliding" in layer_types and not hf["sliding_window"]:
-        raise InputError(
-            "the model has sliding_attention layers, but no sliding_window",
-            why="the width of the window is unknown",
+    require(
+        "layer_types",
+        stated,
+        len(layer_types) == num_layers and {*layer_types} <= {"full", other},
+        why=f"each of the {num_layers} layers must have full_attention or {other}_attention",
+        fix="use a model whose layers are all of these two types",
+    )
+    if "sliding" in layer_types:
+        require(
+            "sliding_window",
+            hf["sliding_window"],
+            bool(hf["sliding_window"]),
+            why="the model has sliding_attention layers, and the width of the window is unknown",
             fix="add sliding_window, in tokens",
         )
-    if "sliding" in layer_types and hf["model_type"] in rope_config.SECTIONS:
-        raise InputError(
-            "use_sliding_window = true is not supported for this family",
+        require(
+            "use_sliding_window",
+            True,
+            hf["model_type"] not in rope_config.SECTIONS,
             why="tokens of an image have other positions than texts, and a window counts them",
             fix="use a model with use_sliding_window = false, as the published ones are",
         )
@@ -780,12 +787,8 @@ def _layer_types(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     rotated = hf["no_rope_layers"] or [
         (i + 1) % hf["no_rope_layer_interval"] for i in range(num_layers)
     ]
-    if len(rotated) < num_layers:
-        raise InputError(
-            f"no_rope_layers has {len(rotated)} numbers for {num_layers} layers",
-            why="it says for each layer whether it has a rotary embedding",
-            fix="download config.json again",
-        )
+    why = f"it says for each of {num_layers} layers whether it has a rotary embedding"
+    require("no_rope_layers", rotated, len(rotated) >= num_layers, why)
     pairs = list(zip(layer_types, rotated[:num_layers], strict=True))
     if ("sliding", 0) in pairs:
         raise InputError(
@@ -841,13 +844,14 @@ def _read_full_heads(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> Ful
     if of_layers is not None:
         sizes = of_layers.get(str(len(layer_types) - 1), {})
         expected = {str(i): sizes for i, kind in enumerate(layer_types) if kind == "full"}
-        if of_layers != expected or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
-            raise InputError(
-                f"per_layer_config = {str(of_layers)[:200]} is not supported",
-                why="all full_attention layers must have the same head_dim and "
-                "num_key_value_heads, and no other layer may have its own",
-                fix="use a model whose layers of one type are alike",
-            )
+        require(
+            "per_layer_config",
+            of_layers,
+            of_layers == expected and sizes.keys() <= {"head_dim", "num_key_value_heads"},
+            why="all full_attention layers must have the same head_dim and "
+            "num_key_value_heads, and no other layer may have its own",
+            fix="use a model whose layers of one type are alike",
+        )
     head_dim = sizes.get("head_dim", hf["head_dim"])
     num_kv_heads = sizes.get("num_key_value_heads", hf["num_key_value_heads"])
     require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"])
@@ -869,27 +873,17 @@ def _read_small_gemma4(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> d
     reusing = hf["num_kv_shared_layers"]
     if reusing:
         require_size("num_kv_shared_layers", reusing, len(layer_types) - 1)
-        missing = {*layer_types[-reusing:]} - {*layer_types[:-reusing]}
-        if missing:
-            raise InputError(
-                f"num_kv_shared_layers = {reusing} is not supported",
-                why=f"no layer before the last {reusing} is of type {missing.pop()}, whose keys "
-                "they would use",
-                fix="download config.json again",
-            )
+        missing = ", ".join({*layer_types[-reusing:]} - {*layer_types[:-reusing]})
+        why = f"no layer before the last {reusing} is of type {missing}, whose keys they would use"
+        require("num_kv_shared_layers", reusing, not missing, why)
         fields["reusing_layers"] = reusing
         if hf["use_double_wide_mlp"]:
             fields["reusing_mlp_size"] = 2 * hf["intermediate_size"]
     size = hf["hidden_size_per_layer_input"]
     if size:
         require_size("hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"])
-        if hf["vocab_size_per_layer_input"] != hf["vocab_size"]:
-            raise InputError(
-                f"vocab_size_per_layer_input = {str(hf['vocab_size_per_layer_input'])[:40]} is not "
-                "supported",
-                why=f"vocab_size is {hf['vocab_size']}; both embeddings must have as many rows",
-                fix="use a model in which they are equal",
-            )
+        supported = {"vocab_size_per_layer_input": hf["vocab_size"]}
+        require_values(hf, supported, why="both embeddings must have vocab_size rows")
         fields["layer_input_size"] = size
     return fields
 
@@ -939,12 +933,9 @@ def _mlp(hf: Mapping[str, Any]) -> MlpConfig:
 
 def _activation(hf: Mapping[str, Any]) -> str:
     name = hf.get("hidden_activation") or hf["hidden_act"]
-    if name not in ACTIVATION_NAMES:
-        raise InputError(
-            f"activation {name!r} is not supported",
-            why="the MLP would compute something else",
-            fix="use a model with one of: " + ", ".join(ACTIVATION_NAMES),
-        )
+    fix = "use a model with one of: " + ", ".join(ACTIVATION_NAMES)
+    is_known = name in ACTIVATION_NAMES
+    require("activation", name, is_known, "the MLP would compute something else", fix)
     return ACTIVATION_NAMES[name]
 
 

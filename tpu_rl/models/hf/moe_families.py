@@ -8,7 +8,7 @@ from typing import Any
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import AttentionConfig, LatentConfig, MoeConfig
 from tpu_rl.models.hf import rope_config
-from tpu_rl.models.hf.checks import require_size, require_values
+from tpu_rl.models.hf.checks import require, require_size, require_values
 
 # Values that transformers assumes for fields that a configuration does not have.
 
@@ -294,12 +294,9 @@ def read_dense_layers(hf: Mapping[str, Any]) -> int:
         InputError: no layer with experts is left.
     """
     count = hf.get("first_k_dense_replace", 0)
-    if type(count) is not int or not 0 <= count < hf["num_hidden_layers"]:
-        raise InputError(
-            f"first_k_dense_replace = {str(count)[:40]} is out of range",
-            why=f"of {hf['num_hidden_layers']} layers at least the last one must have experts",
-            fix="download config.json again",
-        )
+    most = hf["num_hidden_layers"]
+    why = f"of {most} layers at least the last one must have experts"
+    require("first_k_dense_replace", count, type(count) is int and 0 <= count < most, why)
     return count
 
 

@@ -21,11 +21,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import untrusted_files
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, located
 from tpu_rl.models import lora
 from tpu_rl.models.config import LORA_A, LORA_B, DecoderConfig, LoraConfig
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.hf import families, safetensors_files
+from tpu_rl.models.hf.checks import require, require_size
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
@@ -42,6 +43,8 @@ from tpu_rl.types import Model, Params
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+WRONG = "the adapter would load, but its outputs would be wrong"
+MERGE = "or merge it with PEFT (merge_and_unload)"
 
 PREFIX = "base_model.model."
 """Prefix of every tensor's name, before the name of its module in the base."""
@@ -157,7 +160,8 @@ def adapted_model(directory: Path, base: Model) -> Model:
 def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTensor], bool]:
     """Return the model with adapters, the stored tensors by the names of a text model, and
     `_is_shared`."""
-    lora_config = _read_settings(directory / CONFIG)
+    with located(str(directory / CONFIG)):
+        lora_config = _read_settings(directory / CONFIG)
     stored = {}
     for name, tensor in safetensors_files.read_header(_weights_file(directory)).items():
         inner = name.removeprefix(PREFIX)
@@ -178,7 +182,8 @@ def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTens
     num_outputs = stored[SCORE].shape[0] if SCORE in stored else base.config.num_outputs
     adapters = replace(lora_config, targets=targets) if targets else None
     model = decoder(replace(base.config, num_outputs=num_outputs, adapters=adapters))
-    is_shared = _is_shared(directory / CONFIG, model)
+    with located(str(directory / CONFIG)):
+        is_shared = _is_shared(directory / CONFIG, model)
     shapes = {name: tensor.shape for name, tensor in _adapter_tensors(model, is_shared).items()}
     if base.config.num_outputs and SCORE not in stored:
         shapes.pop(SCORE)
@@ -200,14 +205,8 @@ def _is_shared(path: Path, model: Model) -> bool:
     stated = {name: source.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     if not any(stated.values()):
         return True
-    if stated != _patterns(model):
-        raise InputError(
-            f"rank_pattern = {str(stated['rank_pattern'])[:80]} with alpha_pattern = "
-            f"{str(stated['alpha_pattern'])[:80]} is not supported",
-            where=str(path),
-            why="the adapter would load, but its outputs would be wrong",
-            fix="use an adapter with one rank, or merge it with PEFT (merge_and_unload)",
-        )
+    fix = f"use an adapter with one rank, {MERGE}"
+    require("rank_pattern, alpha_pattern", stated, stated == _patterns(model), WRONG, fix)
     return False
 
 
@@ -235,26 +234,14 @@ def _read_settings(path: Path) -> LoraConfig:
     """
     source = untrusted_files.read_json(path)
     for field, supported in SUPPORTED.items():
-        if source.get(field) is not None and source[field] not in supported:
-            raise InputError(
-                f"{field} = {str(source[field])[:80]} is not supported",
-                where=str(path),
-                why="the adapter would load, but its outputs would be wrong",
-                fix=f"use an adapter with {field} = {supported[0]}, or merge it with PEFT "
-                "(merge_and_unload)",
-            )
+        value = source.get(field)
+        fix = f"use an adapter with {field} = {supported[0]}, {MERGE}"
+        require(field, value, value is None or value in supported, WRONG, fix)
     rank: Any = source.get("r")
     alpha: Any = source.get("lora_alpha")
-    is_rank = type(rank) is int and 0 < rank < 2**16
+    require_size("r", rank, 2**16 - 1)
     is_alpha = type(alpha) in (int, float) and 0 < alpha < math.inf
-    if not is_rank or not is_alpha:
-        raise InputError(
-            f"r = {str(rank)[:40]}, lora_alpha = {str(alpha)[:40]} is not supported",
-            where=str(path),
-            why=f"r must be a whole number from 1 to {2**16 - 1:,}, and lora_alpha a number above "
-            "0",
-            fix="correct the file, or download it again",
-        )
+    require("lora_alpha", alpha, is_alpha, "it must be a number above 0", "download it again")
     return LoraConfig(rank, float(alpha), bool(source.get("use_rslora")))
 
 

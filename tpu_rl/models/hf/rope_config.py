@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tpu_rl.errors import InputError
+from tpu_rl.models.hf.checks import require
 from tpu_rl.models.layers import RopeConfig
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
@@ -69,12 +69,9 @@ def _read_parameters(
     if scaling == "mrope" and hf["model_type"] in SECTIONS:
         scaling = "default"  # The name in older configurations.
     is_proportional = scaling == "proportional" and hf["model_type"] in GEMMA4
-    if scaling not in SCALINGS and not is_proportional:
-        raise InputError(
-            f"rope scaling {scaling!r} is not supported",
-            why="the model would compute other rotary angles",
-            fix="use a model with one of: " + ", ".join(SCALINGS),
-        )
+    fix = "use a model with one of: " + ", ".join(SCALINGS)
+    is_known = scaling in SCALINGS or is_proportional
+    require("rope_type", scaling, is_known, "the model would compute other rotary angles", fix)
     if is_proportional:
         fraction = parameters.get("partial_rotary_factor", 1.0)
         theta = _positive("rope_theta", parameters.get("rope_theta") or default_theta)
@@ -118,12 +115,9 @@ def _read_parameters(
             magnitude=_yarn_magnitude(parameters, factor),
         )
     divisors = tuple(_positive("short_factor", number) for number in parameters["short_factor"])
-    if len(divisors) != rope.rotated(head_dim) // 2:
-        raise InputError(
-            f"short_factor has {len(divisors)} numbers",
-            why=f"there are {rope.rotated(head_dim) // 2} pairs of rotated dimensions",
-            fix="download config.json again",
-        )
+    pairs = rope.rotated(head_dim) // 2
+    why = f"there are {pairs} pairs of rotated dimensions, and it has {len(divisors)} numbers"
+    require("short_factor", divisors, len(divisors) == pairs, why)
     magnitude = parameters.get("attention_factor")
     if magnitude is None and factor > 1:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original_length))
@@ -137,12 +131,8 @@ def _with_sections(
     """Return the rotary embedding with its sections. Raises InputError if they do not fit."""
     sections = parameters.get("mrope_section") or SECTIONS[hf["model_type"]]
     are_sizes = len(sections) == 3 and all(type(size) is int and size >= 0 for size in sections)
-    if not are_sizes or sum(sections) != head_dim // 2:
-        raise InputError(
-            f"mrope_section = {str(sections)[:40]} is not supported",
-            why=f"its three numbers share the {head_dim // 2} frequencies of a head",
-            fix="download config.json again",
-        )
+    why = f"its three numbers share the {head_dim // 2} frequencies of a head"
+    require("mrope_section", sections, are_sizes and sum(sections) == head_dim // 2, why)
     alternate = hf["model_type"].startswith("qwen3_vl")
     return replace(rope, sections=tuple(sections), sections_alternate=alternate)
 
@@ -152,13 +142,13 @@ def _read_fraction(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_di
     fraction = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     rotated = int(head_dim * fraction)
     is_read = hf.get("partial_rotary_factor") is not None or fraction == 1.0
-    if not is_read or not 0 < fraction <= 1 or rotated % 2 or not rotated:
-        raise InputError(
-            f"partial_rotary_factor = {str(fraction)[:40]} is not supported",
-            why=f"{rotated} of the {head_dim} dimensions of a head would be rotated; they form "
-            f"pairs, and {hf['model_type']} may always rotate all of them",
-            fix="download config.json again",
-        )
+    require(
+        "partial_rotary_factor",
+        fraction,
+        is_read and 0 < fraction <= 1 and rotated > 0 and rotated % 2 == 0,
+        why=f"{rotated} of the {head_dim} dimensions of a head would be rotated; they form "
+        f"pairs, and {hf['model_type']} may always rotate all of them",
+    )
     return fraction
 
 
@@ -185,10 +175,5 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 def _positive(name: str, value: Any) -> float:
     """Return a number of the rotary embedding. Raises InputError if it is not positive."""
     number = float(value)
-    if not 0 < number < math.inf:
-        raise InputError(
-            f"{name} is {number}",
-            why="rotary angles need a positive finite number",
-            fix="download config.json again",
-        )
+    require(name, number, 0 < number < math.inf, "rotary angles need a positive finite number")
     return number

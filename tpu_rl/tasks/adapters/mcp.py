@@ -174,7 +174,7 @@ class Server:
         try:
             answer = _plain(await self._session.call_tool(name, arguments))
         except Exception as error:
-            code = getattr(getattr(error, "error", None), "code", getattr(error, "code", None))
+            code = getattr(getattr(error, "error", None), "code", None)
             if code == CLOSED or self._task is None or self._task.done():
                 raise Fault(f"the MCP server has ended: {_reason(error)}") from None
             raise
