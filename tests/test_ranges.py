@@ -91,7 +91,7 @@ class Related:
             {"mask": 0.5, "credit": "step"},
             "mask does not go with credit step",
             "--a.mask, --a.credit",
-            "leave --a.credit step out, or change --a.mask",
+            "change --a.credit, or change --a.mask",
         ),
         ({"coef": 0.1, "target": -1.0}, "target is -1", "--a.target", "the default is None"),
     ],

@@ -95,7 +95,10 @@ class Conflicts:
         if not on:
             return None
         setting = name if self.when is None else f"{name} {fields_of(settings)[name]}"
-        fix = f"leave {' and '.join(map(flag, on))} out, or change {flag(name)}"
+        # A flag with a value, as in "samples 1", may have that as its default.
+        first = " and ".join(flag(other.partition(" ")[0]) for other in on)
+        verb = f"change {first}" if any(" " in other for other in on) else f"leave {first} out"
+        fix = f"{verb}, or change {flag(name)}"
         return Problem(f"{setting} does not go with {' and '.join(on)}", on, fix)
 
 

@@ -266,11 +266,14 @@ def refuse_with(setting: str, config: ExperimentConfig, others: Mapping[str, str
     for other, why in others.items():
         if is_on(config, other):
             flags = [flag_of(name) for name in (setting, other) if "--" in name]
+            others_than_flags = [name for name in (setting, other) if "--" not in name]
             raise InputError(
                 f"{setting} and {other} do not go together",
                 where=", ".join(dict.fromkeys(flags)),
                 why=why,
-                fix="leave one of them out",
+                fix=f"leave {flags[0]} out, or do without {others_than_flags[0]}"
+                if others_than_flags
+                else "leave one of them out",
             )
 
 

@@ -138,7 +138,11 @@ class Flags:
     max_new_tokens: int | None = None
     """The largest number of tokens of a completion. The default is the preset's or run's."""
     judge: Annotated[
-        str, Conflicts("greedy", "guide", "samples 1", why="it chooses among sampled answers")
+        str,
+        Conflicts(
+            *("greedy", "guide", "samples 1"),
+            why="it chooses among sampled answers, of which --samples 8 gives eight",
+        ),
     ] = ""
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
