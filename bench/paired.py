@@ -48,8 +48,11 @@ def share(line: Line) -> float:
     return float(every_method.unpacked(line["sampled"], every_method.SAMPLES).mean())
 
 
-def interval(values: Sequence[float], form: str) -> str:
-    """Return the mean of the values of the seeds, with its 95 % interval."""
+def interval(values: Sequence[float | None], form: str) -> str:
+    """Return the mean of the values of the seeds, with its 95 % interval; "-" without values."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return "-"
     estimate = intervals.mean_estimate(values)
     mean = format(float(np.mean(values)), form)
     if np.isnan(estimate.low):
@@ -107,7 +110,8 @@ def run_all(
             line["seconds"] = round(time.monotonic() - begun, 1)
             rows = arms.read_metrics(run_dir)[-study.last :]
             for key, metric in study.metrics.items():
-                line[key] = float(np.mean([row[metric] for row in rows if metric in row]))
+                values = [row[metric] for row in rows if metric in row]
+                line[key] = float(np.mean(values)) if values else None
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"DONE {name} {seed} {share(line):.3f} {line['seconds']}", flush=True)
