@@ -476,7 +476,7 @@ def test_a_conversation_reads_images_of_later_turns_whole():
 def test_exact_sampling_is_refused_where_tokens_see_later_ones():
     config = configuration.preset("pictures_grpo")
     config = replace(config, model=replace(config.model, exact_sampling=True))
-    with pytest.raises(InputError, match="exact sampling is not supported with images"):
+    with pytest.raises(InputError, match="images see later tokens and --model.exact-sampling"):
         roles.role_models(config, models.from_config(GEMMA, images=True))
 
 

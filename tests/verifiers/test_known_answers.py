@@ -239,7 +239,7 @@ RUN_PROGRAMS = {"python_tests", "python_checks"}
 NO_ANSWERS = {
     "of another reward": {"after", "for_rows", "consistent", "cosine_length", "easy_length"},
     "reads what brier reads": {"doubt"},
-    "of other completions": {"majority"},
+    "of other completions": {"diversity", "majority"},
     "of a model": {"dense", "implicit", "judge", "pair_judge", "similarity"},
     "python_tests and a clock": {"python_speed", "plain_judge"},
     "counts, and no answer is right": {"coin", "effort", "listed_items", "phrases", "repetition"},
