@@ -4,8 +4,7 @@
 
 DIR then holds KIND_train.jsonl and KIND_held_out.jsonl of sums, products and worked_sums, whose
 completions have the steps. No unordered pair of numbers is in two files of a kind, and worked_sums
-has the pairs of sums. sums_after_3.jsonl and sums_after_1.jsonl ask the training sums after so many
-other ones with their answers.
+has the pairs of sums.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from typing import Any, NamedTuple
 
 TRAIN = 800
 HELD_OUT = 100
-EXAMPLES = (3, 1)
-"""Numbers of worked questions before a question, in files of their own."""
 
 
 class Kind(NamedTuple):
@@ -72,33 +69,16 @@ def rows(kind: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return all_rows[:TRAIN], all_rows[TRAIN:]
 
 
-def after_examples(train: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the rows with the questions and answers of the `count` rows before as turns."""
-    turns = [[*row["prompt"], {"role": "assistant", "content": row["completion"]}] for row in train]
-    return [
-        row
-        | {
-            "prompt": [*itertools.chain(*(turns[i - j] for j in range(count, 0, -1)))]
-            + row["prompt"]
-        }
-        for i, row in enumerate(train)
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=Path, required=True, help="the directory to write")
     directory = parser.parse_args().to
     directory.mkdir(parents=True, exist_ok=True)
-    files = {}
     for kind in KINDS:
-        files[f"{kind}_train"], files[f"{kind}_held_out"] = rows(kind)
-    for count in EXAMPLES:
-        files[f"sums_after_{count}"] = after_examples(files["sums_train"], count)
-    for name, part in files.items():
-        path = directory / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-        print(f"{len(part)} rows written to {path}")
+        for name, part in zip(("train", "held_out"), rows(kind), strict=True):
+            path = directory / f"{kind}_{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+            print(f"{len(part)} rows written to {path}")
 
 
 if __name__ == "__main__":

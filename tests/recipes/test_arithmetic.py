@@ -38,16 +38,6 @@ def test_worked_sums_have_the_pairs_of_sums():
     assert make_rows.worked_sum(34, 58) == "4 + 8 = 12\n30 + 50 = 80\n80 + 12 = 92\n92"
 
 
-def test_examples_are_other_training_questions_with_their_answers():
-    train = make_rows.rows("sums")[0]
-    row = make_rows.after_examples(train, 3)[5]
-    assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant"] * 3 + ["user"]
-    assert [turn["content"] for turn in row["prompt"][1::2]] == [
-        train[index]["answer"] for index in (2, 3, 4)
-    ]
-    assert (row["prompt"][-1:], row["answer"]) == (train[5]["prompt"], train[5]["answer"])
-
-
 def score(function, completions):
     """Return the totals of a reward of the recipe, for answers that should be 82."""
     return rewards.score(

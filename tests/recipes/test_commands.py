@@ -20,7 +20,6 @@ CHAINS = re.findall(r"^python launch/recipe\.py (\S+)", TEXT, re.MULTILINE)
 PARTS = ("train", "held_out")
 WRITTEN = {
     *(f"runs/arithmetic_rows/{kind}_{part}.jsonl" for kind in make_rows.KINDS for part in PARTS),
-    *(f"runs/arithmetic_rows/sums_after_{count}.jsonl" for count in make_rows.EXAMPLES),
     *(f"runs/issues/{part}.jsonl" for part in PARTS),
     *(
         f"runs/tic_tac_toe_rows/{name}.jsonl"
