@@ -12,6 +12,7 @@ page from RESULTS.
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,8 +136,8 @@ def summarize(lines: list[dict[str, Any]]) -> str:
     sections = [HEAD]
     for line in lines:
         chain = CHAINS[line["chain"]]
-        sections.append(f"## {chain.title}\n\n`recipes/chains/{line['chain']}.yaml`. ")
-        sections[-1] += f"{chain.question}\n"
+        text = f"`recipes/chains/{line['chain']}.yaml`. {chain.question}"
+        sections.append(f"## {chain.title}\n\n{textwrap.fill(text, 100)}\n")
         values = line["values"]
         stages = list(next(iter(values.values())))
         rows = [[stage, *(spread(sets[stage]) for sets in values.values())] for stage in stages]
