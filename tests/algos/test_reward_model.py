@@ -641,7 +641,7 @@ def test_the_log_ratio_of_two_models_is_a_reward_of_each_token(tokenizer, tmp_pa
     np.testing.assert_allclose([value for *_, value in cut], expected[:-1], atol=1e-5)
     assert len(whole) == len(expected)
     saved(tmp_path / "head", 1, tokenizer)
-    with pytest.raises(InputError, match="not a language model"):
+    with pytest.raises(InputError, match="writes no text"):
         registry.resolve(f"implicit(model={tmp_path / 'head'}, reference={tmp_path / 'second'})")
 
 
