@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from tpu_rl.commands.flags import flag_names
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, missing_file
 from tpu_rl.runtime.worker_child import shorten
 
 PRESET = "preset"
@@ -58,7 +58,9 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
         InputError: if it cannot be read, or is something else.
     """
     where = where or str(path)
-    if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_BYTES):
+    if not path.exists():
+        raise missing_file("no such file", path, where)
+    if not (path.is_file() and path.stat().st_size <= MAX_BYTES):
         raise InputError(
             "the configuration cannot be read",
             where=where,
