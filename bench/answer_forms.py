@@ -89,7 +89,7 @@ start solves {start:.1f} %; 10 % of the verifier's gain are {margin:.1f} points.
 def summarize(lines: list[paired.Line]) -> str:
     """Return the page."""
     runs = paired.by_arm(STUDY, lines)
-    start = 100 * paired.share({"sampled": every_method_start()})
+    start = 100 * paired.share({"sampled": shipped_model_answers()})
     best = 100 * np.mean([paired.share(line) for line in runs["verifier"]])
     head = HEAD.format(
         steps=STEPS,
@@ -130,7 +130,7 @@ def judged(own: list[paired.Line], verifier: list[paired.Line], start: float) ->
     return "inferior" if estimate.high < margin else "cannot be told"
 
 
-def every_method_start() -> str:
+def shipped_model_answers() -> str:
     """Return which problems the shipped model solves, of the results of every_method.py."""
     lines = arms.read_lines(every_method.RESULTS)
     return next(line["sampled"] for line in lines if line["name"] == "start")

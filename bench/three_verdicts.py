@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import arms
+import every_reward
 import numpy as np
 
 sys.path.insert(0, str(arms.ROOT))
@@ -44,20 +45,7 @@ TYPES = ("negative", "one digit", "several digits")
 TYPE_OF = {name[0]: name for name in TYPES}
 SIZES = {"train": 8000, "held_out": 500}
 """Problems, each with one answer."""
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
+MODEL = every_reward.MODEL | {"max_position_embeddings": 512}
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}\nReply:"
     "{% endif %}{{ message.content }}{% if message.role == 'assistant' %}<eos>{% endif %}"

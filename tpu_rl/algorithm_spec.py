@@ -255,7 +255,7 @@ class ExperienceSpec(NamedTuple):
         return {role: count for role, count in counts.items() if count}
 
 
-def given_scores(compared: int | None = None) -> ExperienceSpec:
+def scores_of_data(compared: int | None = None) -> ExperienceSpec:
     """Make the spec of completions with scores that the data bring.
 
     Args:

@@ -87,9 +87,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 def unknown_name(what: str, name: str, known: Iterable[str], where: str = "") -> InputError:
     """Return the error of a name that is none of the known ones."""
-    known = list(known)
-    hint = did_you_mean(name, known)
-    fix = f"{hint} All: {', '.join(known) or 'none'}".lstrip()
+    names = list(known)
+    hint = did_you_mean(name, names)
+    fix = f"{hint} All: {', '.join(names) or 'none'}".lstrip()
     return InputError(f"unknown {what} {name!r}", where=where, fix=fix)
 
 

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, given_scores
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, scores_of_data
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
@@ -96,7 +96,7 @@ class ScoredCompletionsConfig(ranges.Checked):
     def experience(self) -> ExperienceSpec:
         compared = self.max_completions if self.critic is None else None
         if self.scores == "given":
-            return given_scores(compared)
+            return scores_of_data(compared)
         smallest_group = 1 if compared is None else 2
         return ExperienceSpec(
             "scored_completions",
@@ -302,8 +302,8 @@ def loss_weights(
         return masked.token_mean(selected, layout.minibatch, layout.minibatches)
 
     if config.loss == "a_lol":
-        drawn = jnp.where(gain > 0, gain**config.priority, 0.0)
-        return {"completion": mean(first * drawn[:, None])}
+        priorities = jnp.where(gain > 0, gain**config.priority, 0.0)
+        return {"completion": mean(first * priorities[:, None])}
     if config.loss == "prdp":
         return {"pairs": mean(first * num_pairs[:, None])}
     of_best = mean(first & best[:, None])

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import ranges
-from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, given_scores
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, scores_of_data
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.policy_batch import learned_tokens
@@ -76,7 +76,7 @@ class ValuePretrainingConfig(ranges.Checked):
 
     @property
     def experience(self) -> ExperienceSpec:
-        return ExperienceSpec("rollouts") if self.scores == "policy" else given_scores()
+        return ExperienceSpec("rollouts") if self.scores == "policy" else scores_of_data()
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -103,11 +103,13 @@ def value_pretraining(
         data, layout = experience
         rows = layout.rows(data.tokens)
         if isinstance(data, ScoredCompletions):
-            learned, episode_id = data.action_mask, None
+            learned = data.action_mask
+            episode_id = None
             last = learned & (jnp.cumsum(learned, axis=-1) == learned.sum(-1, keepdims=True))
             rewards = jnp.where(last, data.scores[:, None], 0.0)
         else:
-            learned, episode_id = learned_tokens(data), data.episode_id
+            learned = learned_tokens(data)
+            episode_id = data.episode_id
             rewards = data.rewards
         old_values = layout.unpack(packing.over_micro_batches(partial(values, params), rows))
         by_turn = config.credit == "turn"

@@ -117,10 +117,10 @@ def patch_ratio() -> Reward:
     """
 
     def measure(text: str, gold: dict[str, str]) -> float:
-        found = _hunks(spans.answer_of(text))
-        files = found.keys() | gold.keys()
-        ratios = [_ratio(found.get(file, ""), gold.get(file, "")) for file in files]
-        return sum(ratios) / len(ratios) if found else -1.0
+        hunks = _hunks(spans.answer_of(text))
+        files = hunks.keys() | gold.keys()
+        ratios = [_ratio(hunks.get(file, ""), gold.get(file, "")) for file in files]
+        return sum(ratios) / len(ratios) if hunks else -1.0
 
     return composed.against("patch", _gold_patch, "a unified diff", measure)
 

@@ -57,7 +57,7 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
 
 
 def diversity(size: int = 2) -> Reward:
-    """Return how far each completion is from the others of its prompt, from 0 to 1.
+    """Return the distance of each completion from the others of its prompt, from 0 to 1.
 
     R = mean over the others of 1 - J, where J is the number of n-grams of tokens that both have
     over the number that one of them has. It is 0 if all completions are equal, and nothing for a

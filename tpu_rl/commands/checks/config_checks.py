@@ -200,7 +200,7 @@ NEEDED: Table = {
         "0*NAME only measures, and a likelihood is known too late"
     },
 }
-"""What settings of every configuration cannot do without."""
+"""Settings of every configuration, and those of which each needs one."""
 
 NEEDED_IN_TRAINING: Table = {
     SAMPLED_PAIRS: {"--reward": TELLS},
@@ -474,7 +474,8 @@ def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: i
             where="--batch.prompts, --batch.num-minibatches",
             fix=f"nearest valid: {' or '.join(flags)}",
         )
-    prompt, completion = sampling.max_prompt_tokens, sampling.max_new_tokens
+    prompt = sampling.max_prompt_tokens
+    completion = sampling.max_new_tokens
     count = f"{prompt} + {completion}"
     _require_room(batch, prompt + completion, "a prompt with a completion", count)
     unit = 256 * context_devices
