@@ -22,7 +22,7 @@ from tpu_rl import models
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
 from tpu_rl.commands.plan import known_models
-from tpu_rl.models import layers
+from tpu_rl.models import kv_cache, layers
 from tpu_rl.models.attention import decode, gpu_decode, gpu_trials
 from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
@@ -65,24 +65,46 @@ def reference(query: Any, stack: Any, sinks: Any = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "kv_heads", "head_dim", "programs", "has_sinks"),
+    ("num_heads", "kv_heads", "head_dim", "programs", "has_sinks", "int8_cache"),
     [
-        pytest.param(8, 1, 256, 10, False, id="two splits"),
-        pytest.param(6, 2, 128, 2048, True, id="most splits and sinks"),
-        pytest.param(2, 2, 64, 1, False, id="one split", marks=pytest.mark.slow),
-        pytest.param(40, 2, 16, 1, False, id="many heads", marks=pytest.mark.slow),
+        pytest.param(8, 1, 256, 10, False, False, id="two splits"),
+        pytest.param(6, 2, 128, 2048, True, False, id="most splits and sinks"),
+        pytest.param(6, 2, 128, 10, True, True, id="int8"),
+        pytest.param(2, 2, 64, 1, False, False, id="one split", marks=pytest.mark.slow),
+        pytest.param(40, 2, 16, 1, False, False, id="many heads", marks=pytest.mark.slow),
+        pytest.param(8, 1, 64, 2048, False, True, id="int8, splits", marks=pytest.mark.slow),
     ],
 )
 def test_ragged_rows_equal_dense_attention(
-    num_heads, kv_heads, head_dim, programs, has_sinks, monkeypatch
+    num_heads, kv_heads, head_dim, programs, has_sinks, int8_cache, monkeypatch
 ):
     monkeypatch.setattr(gpu_decode, "PROGRAMS", programs)
     monkeypatch.setattr(gpu_decode, "SPLIT_PLACES", 128)
     query, stack = operands(num_heads, kv_heads, head_dim)
+    expected_of = stack
+    if int8_cache:
+        rounded = {name: kv_cache.quantize(jnp.nan_to_num(leaf)) for name, leaf in stack.items()}
+        expected_of = {name: part * scale[..., None] for name, (part, scale) in rounded.items()}
+        # Hidden tokens have a scale that is no number.
+        scales = {
+            f"{name}_scale": jnp.where(jnp.isnan(stack[name][..., 0]), jnp.nan, scale)
+            for name, (_, scale) in rounded.items()
+        }
+        stack = {name: part for name, (part, _) in rounded.items()} | scales
     sinks = jnp.linspace(-1, 1, num_heads) if has_sinks else None
     attend = functools.partial(decode.decode_attention, config=INTERPRETED, sinks=sinks)
-    found = jax.jit(attend)(query, stack, 1, SeenTokens(FIRST, END))
-    np.testing.assert_allclose(found, reference(query, stack, sinks), atol=2e-6, rtol=0)
+    actual = jax.jit(attend)(query, stack, 1, SeenTokens(FIRST, END))
+    np.testing.assert_allclose(actual, reference(query, expected_of, sinks), atol=2e-6, rtol=0)
+
+
+def shapes_of_cache(head_dim: int, dtype: str, shape: Any = jax.ShapeDtypeStruct) -> Any:
+    """Return a query, and the leaves of three layers with 64 rows of 4,096 places. An int8 cache
+    belongs to a bfloat16 model."""
+    leaf = (3, 64, 8, 4096, head_dim)
+    stack = {name: shape(leaf, dtype) for name in ("k", "v")}
+    if dtype == "int8":
+        stack |= {f"{name}_scale": shape(leaf[:-1], "float32") for name in ("k", "v")}
+    return shape((64, 1, 24, head_dim), "bfloat16" if dtype == "int8" else dtype), stack
 
 
 def text_for_cuda(query: Any, stack: Any, softcap: float | None) -> str:
@@ -94,40 +116,39 @@ def text_for_cuda(query: Any, stack: Any, softcap: float | None) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_kernel_is_lowered_for_cuda_and_copies_no_layer(head_dim, dtype):
-    query = jax.ShapeDtypeStruct((64, 1, 24, head_dim), dtype)
-    leaf = jax.ShapeDtypeStruct((3, 64, 8, 4096, head_dim), dtype)
+    query, stack = shapes_of_cache(head_dim, dtype)
     softcap = 50.0 if head_dim == 256 else None
-    program = text_for_cuda(query, {"k": leaf, "v": leaf}, softcap)
+    program = text_for_cuda(query, stack, softcap)
     assert "@__gpu$xla.gpu.triton(" in program
     assert 'name = "gpu_decode_attention"' in program
     # The custom call takes the whole stack; nothing else has the size of a layer, or of its scores.
     cut = [line for line in program.splitlines() if "slice" in line and "4096" in line]
     assert not cut
-    assert "x4096xf32" not in program.replace(f"x4096x{head_dim}xf32", "")
+    # Scales are as many as scores of one head would be.
+    whole = program.replace(f"x4096x{head_dim}xf32", "").replace("3x64x8x4096xf32", "")
+    assert "x4096xf32" not in whole
 
 
 @needs_gpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["a100", "4090", "h100"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 def test_xla_compiles_the_kernel_for_cards(card, head_dim, dtype):
     placed = SingleDeviceSharding(gpu_device(card))
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=placed)
-    query = shape((64, 1, 24, head_dim), dtype)
-    leaf = shape((3, 64, 8, 4096, head_dim), dtype)
+    query, stack = shapes_of_cache(head_dim, dtype, shape)
     row: Any = shape((64,), jnp.int32)
     config = DecodeConfig(0.35, 50.0, on_gpu=True)
     attend = functools.partial(decode.decode_attention, config=config)
-    stack = {"k": leaf, "v": leaf}
     program = jax.jit(attend).lower(query, stack, 1, SeenTokens(row, row)).compile()
     stats = program.memory_analysis()
     assert stats is not None
     # Sums of splits, and no layer of the cache.
-    assert stats.temp_size_in_bytes < leaf.size * leaf.dtype.itemsize / 3 / 20
+    assert stats.temp_size_in_bytes < stack["k"].size / 3 / 10
 
 
 @needs_gpu_compiler
@@ -191,14 +212,27 @@ def one_device() -> Any:
     return sharding.make_mesh(devices=jax.devices()[:1])
 
 
-def trial(config: AttentionConfig = TRIED, dtype: str = "float32") -> str:
-    error_of = gpu_trials.gpu_decode_error(dtype, interpret=True)
+def trial(config: AttentionConfig = TRIED, dtype: str = "float32", **options: bool) -> str:
+    error_of = gpu_trials.gpu_decode_error(dtype, interpret=True, **options)
     return gpu_trials.failure_reason.__wrapped__(config, one_device(), error_of)
 
 
+@pytest.mark.parametrize("int8_cache", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_the_trial_accepts_the_kernel(dtype):
-    assert trial(dataclasses.replace(TRIED, softcap=20.0, sinks=True), dtype) == ""
+def test_the_trial_accepts_the_kernel(dtype, int8_cache):
+    config = dataclasses.replace(TRIED, softcap=20.0, sinks=True)
+    assert trial(config, dtype, int8_cache=int8_cache) == ""
+
+
+def test_the_trial_detects_scales_that_are_not_used(monkeypatch):
+    attention = gpu_decode.attention
+
+    def unscaled(config, query, leaves, *arguments):
+        leaves = [*leaves[:3], jnp.ones_like(leaves[3])]
+        return attention(config, query, leaves, *arguments)
+
+    monkeypatch.setattr(gpu_decode, "attention", unscaled)
+    assert trial(int8_cache=True).startswith("in a trial it differs from the reference by ")
 
 
 @pytest.mark.slow
@@ -292,7 +326,7 @@ def test_unsupported_models_are_named_with_a_reason(changes, capability, why):
     assert bool(why) == bool(reason)
 
 
-def test_int8_caches_and_several_tokens_are_left_to_xla():
+def test_several_tokens_and_some_int8_caches_are_left_to_xla():
     model = models.with_gpu_decode(tiny("llama3").model)
     config = model.config.attention
     query = jnp.zeros((1, 1, config.num_heads, config.head_dim))
@@ -301,5 +335,8 @@ def test_int8_caches_and_several_tokens_are_left_to_xla():
     assert decode.is_supported(config, query, cache["full"])
     assert not decode.is_supported(config, jnp.repeat(query, 2, 1), cache["full"])
     rounded = models.with_int8_cache(model).init_cache(None, 1, 130)
-    assert not decode.is_supported(config, query, rounded["full"])
+    assert decode.is_supported(config, query, rounded["full"])
+    for rows, is_numbered in ((8, True), (16, False), (32, False), (64, True)):
+        key: Any = jax.ShapeDtypeStruct((32, rows, 8, 4096, 128), jnp.int8)
+        assert decode.is_supported(config, query, {"k": key}) == is_numbered
     assert models.with_exact_sampling(model).config.attention.gpu_decode == "none"

@@ -318,7 +318,10 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
     for name, obstacle in obstacles.items():
         if not obstacle:
             result[name] = models.with_attention_kernel(result[name], "cudnn")
-    obstacles = {name: _decode_obstacle(result[name].config, mesh) for name in sorted(result)}
+    int8_cache = config.sampling.kv_cache_dtype == "int8"
+    obstacles = {
+        name: _decode_obstacle(result[name].config, mesh, int8_cache) for name in sorted(result)
+    }
     for reason in filter(None, dict.fromkeys(obstacles.values())):
         print(f"note: decode steps have XLA's attention and no kernel: {reason}", file=sys.stderr)
     return {
@@ -327,15 +330,20 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
     }
 
 
-def _decode_obstacle(config: DecoderConfig, mesh: Mesh) -> str:
-    """Return why the kernel for GPUs cannot compute a model's decode steps; "" if it can."""
+def _decode_obstacle(config: DecoderConfig, mesh: Mesh, int8_cache: bool) -> str:
+    """Return why the kernel for GPUs cannot compute a model's decode steps; "" if it can.
+
+    With `int8_cache` it must also read such a cache; evaluations have the plain one.
+    """
     from tpu_rl.models.attention import gpu_trials
 
     reason = gpu_decode.unsupported_reason(config.attention, mesh.devices.flat[0])
     if reason:
         return reason
-    error_of = gpu_trials.gpu_decode_error(config.dtype)
-    return gpu_trials.failure_reason(config.attention, mesh, error_of)
+    caches = (False, True) if int8_cache else (False,)
+    errors = [gpu_trials.gpu_decode_error(config.dtype, int8_cache=cache) for cache in caches]
+    reasons = (gpu_trials.failure_reason(config.attention, mesh, error_of) for error_of in errors)
+    return next(filter(None, reasons), "")
 
 
 def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:

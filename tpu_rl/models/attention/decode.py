@@ -4,7 +4,7 @@
 A row reads the chunks of the cache that hold what it sees, so bytes follow from the lengths of rows
 (`read_tokens`) and not from the room in the cache. Keys and values are read where they lie: nothing
 is copied or gathered, int8 is dequantized on the chip, and a ring is read where its window is. GPUs
-have a kernel of their own (`gpu_decode`), without int8 and shared prompts.
+have a kernel of their own (`gpu_decode`), without shared prompts.
 
 JAX ships two kernels for such steps on TPUs. `paged_attention` has no sliding window and takes
 pages of all KV heads, heads first; `ragged_paged_attention` takes pages in which the heads of keys

@@ -28,6 +28,7 @@ from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.attention.flash_kernels import A_B, A_BT, LANES
 from tpu_rl.models.config import AttentionConfig
 from tpu_rl.models.layers import MASKED
+from tpu_rl.train import sharding
 
 Array = jax.Array
 
@@ -64,21 +65,27 @@ def unsupported_reason(config: AttentionConfig, device: Any) -> str:
 
 
 def is_supported(stack: dict[str, Array]) -> bool:
-    """Return True if the kernel reads the leaves of a layer type: whole blocks, and not in int8.
+    """Return True if the kernel reads the leaves of a layer type: whole blocks, and no int8 leaf of
+    2 to 4 GiB on a device.
 
-    Pallas numbers the elements of a leaf below 4 GiB in 32 bits, which 2^31 of int8 exceed.
+    Pallas numbers the elements of a leaf of up to 4 GiB in 32 bits, one of them for the sign.
     """
     leaf = stack["k"]
-    return leaf.shape[3] % LANES == 0 and leaf.dtype != jnp.int8
+    _, rows, kv_heads, places, _ = leaf.shape
+    if places % LANES:
+        return False
+    devices = sharding.spread("slots", rows) * sharding.spread("kv_heads", kv_heads)
+    return leaf.dtype != jnp.int8 or not 1 << 31 <= leaf.size // devices <= 1 << 32
 
 
 def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
     """Compute one split of one row and KV head.
 
     refs: [2] layer and first KV head; [B] first; [B] end; query [B, K, G, E]; keys and values
-    [L, B, ..., S, E]; the results, weighted sums [B, K, P, G, E], maxima and totals [B, K, P, G].
+    [L, B, ..., S, E], and in int8 their scales [L, B, ..., S]; the results, weighted sums
+    [B, K, P, G, E], maxima and totals [B, K, P, G].
     """
-    place, first, end, query, keys, values, weighted_sums, maxima, totals = refs
+    place, first, end, query, keys, values, *scales, weighted_sums, maxima, totals = refs
     row, head, split = (pl.program_id(axis) for axis in range(3))
     layer = place[0]
     kv_head = place[1] + head
@@ -109,17 +116,27 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
 
         def read(leaf: Any) -> Array:
             part = leaf.at[layer, row, kv_head, places, :]
-            return triton.load(part, mask=visible[:, None], other=0.0)
+            return triton.load(part, mask=visible[:, None], other=0).astype(queries.dtype)
 
+        def scale_of(leaf: Any) -> Array:
+            part = leaf.at[layer, row, kv_head, places]
+            return triton.load(part, mask=visible, other=0)[None, :]
+
+        # s = q k^T scale, p = exp(s - m). Scales of int8 keys multiply s, those of values p.
         scores = product(queries, read(keys), A_BT) * config.scale
+        if scales:
+            scores *= scale_of(scales[0])
         if config.softcap is not None:
             scores = config.softcap * jnp.tanh(scores / config.softcap)
         scores = jnp.where(visible[None, :], scores, MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(1))
         weights = jnp.exp(scores - new_maximum[:, None])
         factor = jnp.exp(maximum - new_maximum)
-        added = product(weights.astype(values.dtype), read(values), A_B)
-        return (new_maximum, factor * total + weights.sum(1), factor[:, None] * weighted + added)
+        new_total = factor * total + weights.sum(1)
+        if scales:
+            weights *= scale_of(scales[1])
+        added = product(weights.astype(queries.dtype), read(values), A_B)
+        return new_maximum, new_total, factor[:, None] * weighted + added
 
     maximum, total, weighted = jax.lax.fori_loop(
         begin_block,
@@ -148,7 +165,7 @@ def attention(
 ) -> Array:
     """Return the attention [B, K, G, E] of query [B, K, G, E].
 
-    The arguments are those of `decode_kernel.attention`, without int8 and groups.
+    The arguments are those of `decode_kernel.attention`, without groups.
     """
     rows, kv_heads, group, head_dim = query.shape
     places = leaves[0].shape[3]

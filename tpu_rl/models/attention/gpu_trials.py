@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_rl.models import layers
+from tpu_rl.models import kv_cache, layers
 from tpu_rl.models.attention import decode
 from tpu_rl.models.attention.cudnn import TOKEN_MULTIPLE, cudnn_attention
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
@@ -201,15 +201,17 @@ BORDER = 8.0
 
 
 @functools.cache
-def gpu_decode_error(dtype: str, interpret: bool = False) -> ErrorOf:
+def gpu_decode_error(dtype: str, *, int8_cache: bool = False, interpret: bool = False) -> ErrorOf:
     """Return the error of decode steps in `dtype` against the reference in float32.
 
     It is relative to the largest element of a row. There are the rows of `SEEN` for each device.
     """
-    return functools.partial(_gpu_decode_error, dtype, interpret)
+    return functools.partial(_gpu_decode_error, dtype, int8_cache, interpret)
 
 
-def _gpu_decode_error(dtype: str, interpret: bool, config: AttentionConfig, seed: Array) -> Array:
+def _gpu_decode_error(
+    dtype: str, int8_cache: bool, interpret: bool, config: AttentionConfig, seed: Array
+) -> Array:
     devices = jax.sharding.get_abstract_mesh().size
     first, end = jnp.tile(jnp.array(SEEN, jnp.int32), (devices, 1)).T
     rows = len(first)
@@ -227,8 +229,15 @@ def _gpu_decode_error(dtype: str, interpret: bool, config: AttentionConfig, seed
     weight = jnp.where(is_border, BORDER, 1.0)[None, :, None, :, None]
     values = jnp.where(is_seen[None, :, None, :, None], random(2, *leaf) * weight, HIDDEN)
     stack = {"k": random(1, *leaf), "v": values.at[0].set(HIDDEN)}
+    stack = {name: part.astype(dtype) for name, part in stack.items()}
+    keys, values = (part[1].astype(jnp.float32) for part in stack.values())
+    if int8_cache:
+        rounded = {name: kv_cache.quantize(part) for name, part in stack.items()}
+        keys, values = ((part * scale[..., None])[1] for part, scale in rounded.values())
+        stack = {name: part for name, (part, _) in rounded.items()}
+        stack |= {f"{name}_scale": scale for name, (_, scale) in rounded.items()}
     stack = {
-        name: sharding.constrain(part.astype(dtype), decode.LEAF_AXES)
+        name: sharding.constrain(part, decode.LEAF_AXES[: part.ndim])
         for name, part in stack.items()
     }
     query = random(0, rows, 1, config.num_heads, config.head_dim).astype(dtype)
@@ -242,8 +251,8 @@ def _gpu_decode_error(dtype: str, interpret: bool, config: AttentionConfig, seed
     ones = jnp.ones_like(number)
     expected = layers.dense_attention(
         query.astype(jnp.float32),
-        stack["k"][1].astype(jnp.float32),
-        stack["v"][1].astype(jnp.float32),
+        keys,
+        values,
         TokenIndex(last, last, ones[:, :1], last),
         TokenIndex(number, number, ones, jnp.where(is_seen, end[:, None], 0)),
         scale=config.scale,
