@@ -1,5 +1,5 @@
-"""The model of the speed benchmarks: a Llama of 12.6 million weights, as a Hugging Face
-configuration."""
+"""The models of the speed benchmarks: a Llama of 12.6 million weights, and one with the sizes of
+SmolLM2-135M, as Hugging Face configurations."""
 
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands import config as configuration
@@ -16,6 +16,14 @@ LLAMA = {
     "vocab_size": 8192,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
+}
+SMOLLM2 = LLAMA | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
 }
 
 

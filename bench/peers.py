@@ -1,19 +1,20 @@
 """The same work by tpu_rl, TRL and Tunix on this machine: seconds, memory, and agreement.
 
     python bench/peers.py [--rounds 3] [--engines ours trl tunix]
-        [--axes step prompt_heavy long_tail rollout update memory] [--to runs/peers]
+        [--axes step prompt_heavy long_tail smollm2 rollout update memory] [--to runs/peers]
         [--environments FOLDER] [--steps 3] [--warmup 2] [--small]
 
-All train or sample the same Llama of 12.6 million random weights in float32, on the same random
-prompts, with the same number of sampled tokens in each step, AdamW, no reference model, and rewards
-by the same Python function. In each round every engine runs in its own process, in rotating order.
-The first steps compile and do not count.
+All train or sample the same Llama of 12.6 million random weights in float32 (smollm2: with the
+sizes of SmolLM2-135M), on the same random prompts, with the same number of sampled tokens in each
+step, AdamW, no reference model, and rewards by the same Python function. In each round every engine
+runs in its own process, in rotating order. The first steps compile and do not count.
 
     step          GRPO, 8 prompts x 8 completions, 64 + 64 tokens; time from step to step
     prompt_heavy  8 x 16, 256 + 32
     long_tail     16 x 8, 64 + up to 192: mean 39, 95th percentile 114. All engines have the same
                   lengths, which their samplers do not know beforehand. TRL also with continuous
                   batching
+    smollm2       4 x 4, 64 + 64, a model of 135 million weights
     rollout       64 + 128 tokens, 32 and 64 rows, sampled and greedy; TRL's is `generate` of
                   transformers
     update        the part of `step` after the rewards
@@ -70,18 +71,22 @@ class Shape:
     long_tail: bool = False
     batches: tuple[int, ...] = ()
     """Rows decoded at once, of rollouts."""
+    model: str = "llama"
+    """A name of SIZES in bench/engines/ours_engine.py."""
 
 
 SHAPES = {
     "step": Shape(8, 8, 64, 64),
     "prompt_heavy": Shape(8, 16, 256, 32),
     "long_tail": Shape(16, 8, 64, 192, long_tail=True),
+    "smollm2": Shape(4, 4, 64, 64, model="smollm2"),
     "rollout": Shape(64, 1, 64, 128, batches=(32, 64)),
 }
 SMALL = {
     "step": Shape(2, 4, 16, 8),
     "prompt_heavy": Shape(2, 4, 32, 4),
     "long_tail": Shape(2, 4, 16, 12, long_tail=True),
+    "smollm2": Shape(2, 2, 8, 4),
     "rollout": Shape(4, 1, 16, 8, batches=(2, 4)),
 }
 PARTS = {"update": "step", "memory": "step"}
@@ -121,16 +126,19 @@ def main() -> int:
     folder = flags.to.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     pythons = {name: python_of(name, flags.environments) for name in flags.engines}
-    model = folder / "model"
-    do(sys.executable, OURS, Work("write_model", str(folder / "write_model"), str(model)))
     shapes = SMALL if flags.small else SHAPES
+    wanted: list[str] = flags.axes
+    axes = list(dict.fromkeys(PARTS.get(axis, axis) for axis in wanted))
+    made = {name: str(folder / f"model_{name}") for name in {shapes[axis].model for axis in axes}}
+    for name, model in made.items():
+        do(sys.executable, OURS, Work("write_model", f"{model}_written", model, variant=name))
     runs: list[Run] = []
     for round_ in range(flags.rounds):
-        for axis in dict.fromkeys(PARTS.get(axis, axis) for axis in flags.axes):
-            work = work_of(shapes[axis], str(model), flags.warmup, flags.steps)
+        for axis in axes:
+            work = work_of(shapes[axis], made[shapes[axis].model], flags.warmup, flags.steps)
             for arm in side_by_side.rotated(arms_of(axis, flags.axes, flags.engines), round_):
                 runs.append(run_arm(arm, axis, round_, work, pythons, folder))
-    gap = log_prob_gap(runs, pythons, folder, str(model))
+    gap = log_prob_gap(runs, pythons, folder, made.get("llama", ""))
     text = report(runs, flags.axes, gap)
     print(text, flush=True)
     (folder / "peers.md").write_text(text, encoding="utf-8")

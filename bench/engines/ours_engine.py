@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import jax
 import numpy as np
 import protocol
-from llama import LLAMA, as_in_runs
+from llama import LLAMA, SMOLLM2, as_in_runs
 from safetensors.numpy import load_file, save_file
 
 from tpu_rl import models, sampler
@@ -27,9 +27,10 @@ from tpu_rl.sampler import SamplerConfig, batch_sampler
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Purpose
 
-SHAPE = LLAMA | {
+SIZES = {"llama": LLAMA | {"vocab_size": protocol.VOCABULARY}, "smollm2": SMOLLM2}
+"""Sizes of the model, by the variant of the work."""
+SHAPE = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": protocol.VOCABULARY,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "bos_token_id": None,
@@ -39,11 +40,14 @@ SHAPE = LLAMA | {
 
 
 def write_model(work: protocol.Work) -> dict[str, Any]:
-    """Write random weights and a tokenizer with one word per token, for all engines."""
+    """Write random weights and a tokenizer with one word per token, for all engines.
+
+    The variant is a name of SIZES.
+    """
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = models.from_config(SHAPE)
+    model = models.from_config(SIZES[work.variant] | SHAPE)
     models.save(work.model, model, jax.jit(model.init)(jax.random.key(0)))
     forbid_end(Path(work.model) / "model.safetensors")
     control = {"<pad>": protocol.PAD, "<end>": protocol.END, "<unk>": protocol.UNKNOWN}
@@ -57,17 +61,17 @@ def write_model(work: protocol.Work) -> dict[str, Any]:
 
 
 def forbid_end(file: Path) -> None:
-    """Give the end of sequence a logit far below all others, in the weights of a Llama.
+    """Give the end of sequence, and ids that are no words, logits far below all others.
 
     Every word's embedding has the same positive number in the first feature, which no layer
-    changes, and the row of the end of sequence is negative there.
+    changes, and their rows are negative there. The weights are those of a Llama.
     """
     weights = {name: np.array(value) for name, value in load_file(file).items()}
     embedding = weights["model.embed_tokens.weight"]
     embedding[:, 0] = 0.1
     head = weights.get("lm_head.weight", embedding)
-    head[protocol.EOS] = 0.0
-    head[protocol.EOS, 0] = -1000.0
+    head[protocol.EOS :] = 0.0
+    head[protocol.EOS :, 0] = -1000.0
     for name, value in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             value[0] = 0.0

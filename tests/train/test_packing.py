@@ -422,7 +422,7 @@ def test_batches_of_as_many_texts_have_one_shape():
         random = np.random.default_rng(seed)
         lengths = random.integers(1, 2 + 2 * seed, 12)
         mask = (np.arange(20) >= 4) & (np.arange(20) < 4 + lengths[:, None])
-        data = SimpleNamespace(action_mask=mask, group_id=np.repeat(np.arange(4), 3))
+        data = SimpleNamespace(images=None, action_mask=mask, group_id=np.repeat(np.arange(4), 3))
         shapes.add(layout_of(batch, data).source.shape)
     assert shapes == {(1, 6, 2, 32)}
 

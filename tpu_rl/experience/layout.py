@@ -214,7 +214,7 @@ def layout_of(
     """Return the place of each token in the packed rows of the micro-batches.
 
     Args:
-        data: a pytree with `action_mask` [N, T] and `group_id` [N].
+        data: a pytree with `action_mask` [N, T], `group_id` [N] and `images`.
         paths: fill `Layout.paths`.
         with_room: make room for N texts of T tokens each, so that all batches of N texts have one
             shape. What stays empty is not computed.
@@ -231,6 +231,8 @@ def layout_of(
         micro_batch_rows=batch.rows_at_once,
         minibatches=batch.num_minibatches,
         whole_groups=isinstance(data, Pairs | ScoredCompletions),
+        # Each micro-batch encodes the images of its groups.
+        keep_groups=data.images is not None,
         parent=data.parent if isinstance(data, Rollout) else None,
         shared=data.shared if isinstance(data, Rollout) else None,
         share_prefixes=batch.share_prefixes,

@@ -155,6 +155,7 @@ def assign_slots(
     minibatches: int = 1,
     row_limit: int | None = None,
     whole_groups: bool = False,
+    keep_groups: bool = False,
     parent: Any = None,
     shared: Any = None,
     share_prefixes: bool = True,
@@ -163,10 +164,10 @@ def assign_slots(
     """Assign the rows of action_mask [N, T] and group_id [N] to packed rows.
 
     Groups are split, in order, into `minibatches` optimizer steps with the same number of groups
-    each. Within a step they are packed into rows first-fit by decreasing size. If there are fewer
-    groups than minibatches, some steps are all padding. A group that is longer than a row is split:
-    the tokens that its parts share are repeated and its branches are numbered anew. Repeated
-    actions are actions in one of the parts only.
+    each. Within a step they are packed into rows best-fit by decreasing size. If there are fewer
+    groups than minibatches, some steps are all padding. A group is split if it is longer than a
+    row, or if the step takes fewer micro-batches so: the tokens that its parts share are repeated
+    and its branches are numbered anew. Repeated actions are actions in one of the parts only.
 
     Programs are compiled for the shapes of a layout, so it has few of them. The number of
     micro-batches is that of the fullest step, or of `row_limit`, rounded up to one of few values.
@@ -179,6 +180,7 @@ def assign_slots(
         row_limit: room for at least this many packed rows per step, even if fewer are needed.
             Micro-batches without any token are at the end, and are not computed.
         whole_groups: never split a group.
+        keep_groups: split a group only if it is longer than a row.
         parent, shared: [N] each, the leading tokens that rows share (see `types.Rollout`). None:
             the rows of a group share their prompt.
         share_prefixes: store tokens that rows share once. False: each row stands alone, as models
@@ -200,7 +202,12 @@ def assign_slots(
     for step in range(minibatches):
         start = step * len(groups) // minibatches
         end = (step + 1) * len(groups) // minibatches
-        packed.append(_first_fit(groups[start:end], row_length))
+        rows = _pack(groups[start:end], row_length, keep_groups=True)
+        if not (keep_groups or whole_groups):
+            fewer = _pack(groups[start:end], row_length, keep_groups=False)
+            if _ceil_div(len(fewer), micro_batch_rows) < _ceil_div(len(rows), micro_batch_rows):
+                rows = fewer
+        packed.append(rows)
     most_rows = max(len(rows) for rows in packed)
     if row_limit is not None:
         most_rows = max(most_rows, row_limit)
@@ -301,37 +308,45 @@ def _require_room(prompt_length: int, others: int, what: str, row_length: int) -
         )
 
 
-def _first_fit(groups: list[_Group], row_length: int) -> list[_PackedRow]:
-    """Pack groups into rows: the largest first, each into the first row with room for it."""
-    pieces: list[_Group] = []
-    for group in groups:
-        pieces.extend(_split(group, row_length))
-    rows: list[_PackedRow] = []
-    room = np.full(len(pieces), row_length)  # Of each row, also of those that are still empty.
-    for piece in sorted(pieces, key=lambda piece: -piece.size):
-        number = int((room >= piece.size).argmax())
-        if number == len(rows):
-            rows.append([])
-        rows[number].append(piece)
-        room[number] -= piece.size
-    return rows
+def _pack(groups: list[_Group], row_length: int, keep_groups: bool) -> list[_PackedRow]:
+    """Pack groups into rows: the largest group first, and of a group the longest text first.
 
+    A text stands in the row of its group that it adds least to, if there is room. Otherwise it
+    stands, with all tokens that it shares, in the fullest row with room, or in a new one. With
+    `keep_groups`, a group that fits into a row is placed as one text is.
+    """
+    texts = sum(len(group.members) for group in groups)
+    packed: list[_PackedRow] = [[] for _ in range(texts)]
+    room = np.full(texts, row_length)
 
-def _split(group: _Group, row_length: int) -> list[_Group]:
-    """Split a group into pieces that fit into a row each, every piece with all that it needs."""
-    if group.size <= row_length:
-        return [group]
-    pieces = [_Group(group.texts)]
-    # Depth first, so that neighbors share as much as possible.
-    depth_first = list(dict.fromkeys(run.row for run in group.runs()))
-    for member in sorted(group.members, key=depth_first.index):
-        prompt_length = group.texts.starts[member]
-        end = group.texts.ends[member]
-        _require_room(prompt_length, end - prompt_length, "a completion", row_length)
-        if pieces[-1].size + pieces[-1].growth(member)[1] > row_length:
-            pieces.append(_Group(group.texts))
-        pieces[-1].add(member)
-    return pieces
+    def fullest(size: int) -> int:
+        """Return the number of the row with the least room for so many slots."""
+        return int(np.where(room >= size, room, row_length + 1).argmin())
+
+    for group in sorted(groups, key=lambda group: -group.size):
+        if keep_groups and group.size <= row_length:
+            number = fullest(group.size)
+            packed[number].append(group)
+            room[number] -= group.size
+            continue
+        pieces: dict[int, _Group] = {}  # Number of a row -> what stands there of the group.
+        ends = group.texts.ends
+        for member in sorted(group.members, key=lambda member: -ends[member]):
+            prompt_length = group.texts.starts[member]
+            _require_room(prompt_length, ends[member] - prompt_length, "a completion", row_length)
+            growths = {number: piece.growth(member)[1] for number, piece in pieces.items()}
+            number = min(
+                (number for number, growth in growths.items() if growth <= room[number]),
+                key=lambda number: (growths[number], room[number]),
+                default=-1,
+            )
+            if number < 0:
+                number = fullest(ends[member])
+                pieces[number] = _Group(group.texts)
+                packed[number].append(pieces[number])
+            room[number] -= pieces[number].growth(member)[1]
+            pieces[number].add(member)
+    return [row for row in packed if row]
 
 
 def _index(
