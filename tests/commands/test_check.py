@@ -39,6 +39,7 @@ def test_an_exception_is_a_failed_proof(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "FAILED  cut" in output
     assert "AttributeError: 'PolicyBatch' object has no attribute 'no_such_field'" in output
+    assert "mine.py:11:" in output
 
 
 @pytest.mark.parametrize(
@@ -46,11 +47,12 @@ def test_an_exception_is_a_failed_proof(tmp_path, capsys):
     [
         (["grop"], "did you mean grpo?"),
         (["missing.py:factory"], "no such algorithm file"),
+        (["mine.py"], "name its factory: mine.py:FACTORY"),
         (["grpo", "--gamma", "0.5"], "gamma is not read with credit episode"),
         (["grpo", "--no-such-setting", "1"], "no-such-setting"),
         (["grpo", "--skip", "everything"], "everything"),
     ],
-    ids=["name", "file", "settings", "flag", "proof"],
+    ids=["name", "file", "no factory", "settings", "flag", "proof"],
 )
 def test_unusable_input_is_exit_code_2(capsys, arguments, message):
     try:

@@ -29,6 +29,9 @@ def find(name: str) -> type:
     """
     if ":" in name:
         return from_file(name)
+    if name.endswith(".py"):
+        fix = f"name its factory: {name}:FACTORY"
+        raise InputError(f"the file {name!r} is no algorithm", where="--algorithm", fix=fix)
     if name not in ALGORITHMS:
         raise unknown_name(
             "algorithm", name, (*sorted(ALGORITHMS), "FILE.py:factory"), "--algorithm"

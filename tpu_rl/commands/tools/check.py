@@ -11,7 +11,9 @@ each proof.
 from __future__ import annotations
 
 import textwrap
+import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
     failed = []
     for name, proof in PROOFS.items():
         text = proof.__name__.replace("_", " ")
-        reason = failure(name, battery)
+        reason = failure(name, battery, flags.algorithm)
         if name in flags.skip:
             print(f"skipped {name:<8} {text}{'' if reason else ': skipped, but it holds'}")
             continue
@@ -61,8 +63,8 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def failure(name: str, battery: Battery) -> str:
-    """Run a proof and return the reason why it fails, or ""."""
+def failure(name: str, battery: Battery, algorithm: str) -> str:
+    """Run a proof and return the reason why it fails, or "". `algorithm` is what the user gave."""
     try:
         PROOFS[name](battery)
     except AssertionError as error:
@@ -70,5 +72,11 @@ def failure(name: str, battery: Battery) -> str:
     # The user's program may raise anything.
     except Exception as error:
         message = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {message[0] if message else ''}"
+        text = f"{type(error).__name__}: {message[0] if message else ''}"
+        # The last line of the user's file, or else the line that raised.
+        file = str(Path(algorithm.rpartition(":")[0]).expanduser().absolute())
+        frames = traceback.extract_tb(error.__traceback__)
+        place = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+        where = "/".join(Path(place.filename).parts[-2:])
+        return f"{text} at {where}:{place.lineno}: {place.line}"
     return ""

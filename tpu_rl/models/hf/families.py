@@ -703,7 +703,9 @@ def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"model_type {model_type!r} is not supported",
             why=f"architectures: {source.get('architectures')}",
-            fix="supported: " + ", ".join([*FAMILIES, *MULTIMODAL, *VISION]),
+            fix="supported: "
+            + ", ".join([*FAMILIES, *MULTIMODAL, *VISION])
+            + "; to add one, see CONTRIBUTING.md",
         )
     return dict(source)
 
