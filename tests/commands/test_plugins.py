@@ -122,12 +122,13 @@ def test_what_is_no_algorithm_is_refused(source, name, parts, tmp_path):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_two_factories_may_take_the_same_configuration(tmp_path):
+def test_two_factories_may_take_the_same_configuration_and_must_return_an_algorithm(tmp_path):
     source = CONFIG + "def {0}(config: GrpoConfig, roles, sampling): return '{0}'\n"
     kinds = []
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text(source.format(name))
         kinds.append(plugins.find(f"{tmp_path / name}.py:{name}"))
-    made = [algos.factory_of(kind)(kind(), {}, None) for kind in kinds]
-    assert made == ["first", "second"]
+    for kind, name in zip(kinds, ("first", "second"), strict=True):
+        with pytest.raises(InputError, match=f"it returned '{name}'"):
+            algos.factory_of(kind)(kind(), {}, None)
     assert [plugins.display_name(kind()) for kind in kinds] == ["first", "second"]

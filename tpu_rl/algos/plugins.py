@@ -7,6 +7,7 @@ sampling) -> Algorithm, whose first parameter is annotated with the class of its
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 from tpu_rl import user_code
 from tpu_rl.algos import ALGORITHMS, Row
 from tpu_rl.errors import InputError, unknown_name
+from tpu_rl.types import Algorithm
 
 
 def find(name: str) -> type:
@@ -55,8 +57,21 @@ def from_file(path: str) -> type:
     # Two factories may take the same configuration, and each needs its own row of ALGORITHMS.
     subclass = type(full_name, (config,), {"__doc__": config.__doc__})
     registered = dataclasses.dataclass(frozen=True)(subclass)
-    ALGORITHMS[full_name] = Row(registered, factory)
+    ALGORITHMS[full_name] = Row(registered, _checked(factory, path))
     return registered
+
+
+def _checked(factory: Callable[..., Any], path: str) -> Callable[..., Algorithm]:
+    """Return the factory with an InputError in place of a result that is no Algorithm."""
+
+    @functools.wraps(factory)
+    def build(*arguments: Any) -> Algorithm:
+        result = factory(*arguments)
+        if not isinstance(result, Algorithm):
+            raise _wrong_form(path, f"it returned {result!r:.60}")
+        return result
+
+    return build
 
 
 def config_class(factory: Callable[..., Any], path: str) -> type:
