@@ -46,7 +46,7 @@ PATH_TILES = (8, 64)
 PATH_KEYS = 64
 """The keys of a tile of `PackedRows.paths` are this number times a power of two."""
 
-WORTH_TILES = 0.75
+WORTH_TILES = 0.7
 """If the longest list of key tiles covers more than this share of a row, attention reads all keys
 instead."""
 
