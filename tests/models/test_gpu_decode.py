@@ -18,6 +18,7 @@ from tests.fixtures import several
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import gpu_device, needs_gpu_compiler
 from tests.fixtures.tpu_decoding import compile_decoding
+from tests.models import test_decode_attention
 from tpu_rl import models
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
@@ -95,6 +96,44 @@ def test_ragged_rows_equal_dense_attention(
     attend = functools.partial(decode.decode_attention, config=INTERPRETED, sinks=sinks)
     actual = jax.jit(attend)(query, stack, 1, SeenTokens(FIRST, END))
     np.testing.assert_allclose(actual, reference(query, expected_of, sinks), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("int8_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_group_reads_its_prompt_once(int8_cache, monkeypatch):
+    """Groups of 2 to 5 rows in tiles of 2. What nobody may read is NaN: of a prompt, all copies but
+    one in each tile."""
+    monkeypatch.setattr(gpu_decode, "QUERIES", 4)
+    query, stack, first, end, _ = test_decode_attention.grouped_operands()
+    prompt, tokens = test_decode_attention.PROMPT, test_decode_attention.PROMPT_TOKENS
+    tiles = gpu_decode.find_tiles(2, prompt, tokens, first, end)
+    # The last token of a prompt may be a row's newest one, which it reads alone.
+    assert sorted(tiles.tokens.tolist()) == [0, 99, 259, 299, 299, 299]
+    in_tile = np.asarray(tiles.tile) < 6
+    # One row has no prompt, and one sees nothing of its prompt.
+    assert np.flatnonzero(~in_tile).tolist() == [7, 9]
+    assert (np.asarray(tiles.shared) == np.where(in_tile, tokens - 1, 0)).all()
+    place = np.arange(512)
+    own_begin = np.maximum(np.asarray(first), np.asarray(tiles.shared))
+    may_read = (place >= own_begin[:, None]) & (place < np.asarray(end)[:, None])
+    for leader, count in zip(tiles.rows[:, 0], tiles.tokens, strict=True):
+        may_read[leader, :count] = True
+    leaves, rounded = stack, {name: kv_cache.quantize(leaf) for name, leaf in stack.items()}
+    if int8_cache:
+        stack = {name: part * scale[..., None] for name, (part, scale) in rounded.items()}
+        leaves = {f"{name}_scale": scale for name, (_, scale) in rounded.items()}
+    shown = may_read[None, :, None, :]
+    leaves = {
+        name: jnp.where(shown if leaf.ndim == 4 else shown[..., None], leaf, jnp.nan)
+        for name, leaf in leaves.items()
+    }
+    if int8_cache:
+        leaves |= {name: part for name, (part, _) in rounded.items()}
+    config = test_decode_attention.CONFIG._replace(on_gpu=True)
+    sinks = jnp.linspace(-1, 1, 4)
+    seen = SeenTokens(first, end, tiles)
+    actual = jax.jit(lambda: decode.decode_attention(query, leaves, 1, seen, config, 2, sinks))()
+    expected = test_decode_attention.reference(query, stack, 1, first, end, sinks=sinks)
+    np.testing.assert_allclose(actual, expected, atol=2e-6, rtol=0)
 
 
 def shapes_of_cache(head_dim: int, dtype: str, shape: Any = jax.ShapeDtypeStruct) -> Any:
@@ -224,6 +263,17 @@ def test_the_trial_accepts_the_kernel(dtype, int8_cache):
     assert trial(config, dtype, int8_cache=int8_cache) == ""
 
 
+def test_the_trial_detects_a_prompt_that_is_too_long(monkeypatch):
+    attention = gpu_decode.attention
+
+    def longer(config, query, leaves, layer, first_head, first, end, sinks, tiles):
+        tiles = tiles._replace(tokens=tiles.tokens + 1)
+        return attention(config, query, leaves, layer, first_head, first, end, sinks, tiles)
+
+    monkeypatch.setattr(gpu_decode, "attention", longer)
+    assert trial().startswith("in a trial it differs from the reference by ")
+
+
 def test_the_trial_detects_scales_that_are_not_used(monkeypatch):
     attention = gpu_decode.attention
 
@@ -241,12 +291,12 @@ def test_the_trial_detects_scales_that_are_not_used(monkeypatch):
 def test_the_trial_detects_a_token_more_or_less(wrong, step, monkeypatch):
     attention = gpu_decode.attention
 
-    def shifted(config, query, leaves, layer, first_head, first, end, sinks):
+    def shifted(config, query, leaves, layer, first_head, first, end, sinks, tiles):
         seen = {"first": first, "end": end}
         # Rows of one token see it in any case.
         moved = jnp.where(end - first > 1, seen[wrong] + step, seen[wrong])
         seen[wrong] = jnp.clip(moved, 0, None)
-        moved = (seen["first"], seen["end"], sinks)
+        moved = (seen["first"], seen["end"], sinks, tiles)
         return attention(config, query, leaves, layer, first_head, *moved)
 
     monkeypatch.setattr(gpu_decode, "attention", shifted)

@@ -1,4 +1,4 @@
-"""Rows of one prompt share its reads in decode steps, with the TPU's kernel interpreted."""
+"""Rows of one prompt share its reads in decode steps, with the kernels interpreted."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from tests.fixtures.decoders import tiny
 from tests.fixtures.sampling import KEY, V, trigram
 from tpu_rl import models
 from tpu_rl.models import kv_cache
-from tpu_rl.models.attention import decode_kernel
+from tpu_rl.models.attention import decode_kernel, gpu_decode
 from tpu_rl.sampler import SamplerConfig, SegmentConfig, partial_completions, sample
 from tpu_rl.sampler.partial import PartialCompletion
 from tpu_rl.sampler.queues import DeviceQueues
@@ -24,22 +24,37 @@ TOKENS = ("tokens", "log_probs", "behaviour_log_probs")
 
 @pytest.fixture
 def group_sizes(monkeypatch):
-    """The sizes of groups in each call of `find_groups`."""
-    found = []
+    """The sizes of groups in each call of `find_groups` or, of tiles, of `find_tiles`."""
+    sizes = []
     find_groups = decode_kernel.find_groups
+    find_tiles = gpu_decode.find_tiles
 
-    def recorded(*arguments):
+    def recorded_groups(*arguments):
         groups = find_groups(*arguments)
-        jax.debug.callback(lambda size: found.append(size[size > 0].tolist()), groups.size)
+        jax.debug.callback(lambda size: sizes.append(size[size > 0].tolist()), groups.size)
         return groups
 
-    monkeypatch.setattr(decode_kernel, "find_groups", recorded)
+    def recorded_tiles(*arguments):
+        tiles = find_tiles(*arguments)
+        jax.debug.callback(lambda tile: sizes.append(np.bincount(tile).tolist()), tiles.tile)
+        return tiles
+
+    monkeypatch.setattr(decode_kernel, "find_groups", recorded_groups)
     monkeypatch.setattr(decode_kernel, "MAX_BLOCK", 128)
-    return found
+    monkeypatch.setattr(gpu_decode, "find_tiles", recorded_tiles)
+    return sizes
 
 
 @pytest.mark.nightly
-def test_sharing_changes_no_completion(group_sizes):
+@pytest.mark.parametrize(
+    ("with_kernel", "first_sizes"),
+    [
+        # Of the TPU, rows 0 and 1 in one half of the slots, 2 and 3 in the other.
+        pytest.param(models.with_attention_kernel, [2, 2], id="tpu"),
+        pytest.param(models.with_gpu_decode, [2, 4], id="gpu"),
+    ],
+)
+def test_sharing_changes_no_completion(group_sizes, with_kernel, first_sizes):
     """Two rows of four each continue an earlier call. Slots are refilled within a segment."""
     made = tiny("llama3")
 
@@ -56,12 +71,11 @@ def test_sharing_changes_no_completion(group_sizes):
         for row, one in enumerate(begun)
     ]
     assert not group_sizes
-    found = decode(models.with_attention_kernel(made.model, "interpreted"), resumed=resumed)
+    actual = decode(with_kernel(made.model, "interpreted"), resumed=resumed)
     jax.effects_barrier()
-    # Rows 0 and 1 in one half of the slots, 2 and 3 in the other.
-    assert group_sizes[0] == [2, 2]
-    np.testing.assert_array_equal(found.tokens, wanted.tokens)
-    np.testing.assert_allclose(found.log_probs, wanted.log_probs, atol=1e-5)
+    assert group_sizes[0] == first_sizes
+    np.testing.assert_array_equal(actual.tokens, wanted.tokens)
+    np.testing.assert_allclose(actual.log_probs, wanted.log_probs, atol=1e-5)
 
 
 def test_contexts_share_what_their_prompts_share():
@@ -85,7 +99,11 @@ def test_contexts_share_what_their_prompts_share():
 
 
 def test_only_caches_of_the_kernel_know_prompts():
-    model = models.with_attention_kernel(tiny("llama3").model, "interpreted")
-    assert kv_cache.init_cache(model.config, 3, 128)[SHARED_PROMPT].shape == (2, 3)
+    plain = tiny("llama3").model
+    for model in (
+        models.with_attention_kernel(plain, "interpreted"),
+        models.with_gpu_decode(plain),
+    ):
+        assert kv_cache.init_cache(model.config, 3, 128)[SHARED_PROMPT].shape == (2, 3)
     for other in (tiny("llama3").model, models.with_exact_sampling(model)):
         assert SHARED_PROMPT not in kv_cache.init_cache(other.config, 3, 128)

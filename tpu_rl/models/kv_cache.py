@@ -107,7 +107,7 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
     if attention.kernel in ("tpu", "interpreted") or attention.gpu_decode != "none":
         length = -(-length // LANES) * LANES
-        if decode.is_wanted(attention):
+        if decode.reads_groups(attention):
             cache[SHARED_PROMPT] = jnp.zeros((2, rows), jnp.int32)
     if config.vision is not None and config.rope.sections:
         cache[MISSING_POSITIONS] = jnp.zeros((1, rows), jnp.int32)
@@ -256,7 +256,7 @@ def with_groups(
 
     def shared(layer_type: str, view: CacheView) -> CacheView:
         attention = config.of_layers(layer_type).attention
-        if view.seen is None or not decode.is_wanted(attention):
+        if view.seen is None or not decode.reads_groups(attention):
             return view
         key = cache[layer_type]["k"]
         prompt, tokens = cache[SHARED_PROMPT]

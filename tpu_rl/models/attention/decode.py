@@ -4,7 +4,7 @@
 A row reads the chunks of the cache that hold what it sees, so bytes follow from the lengths of rows
 (`read_tokens`) and not from the room in the cache. Keys and values are read where they lie: nothing
 is copied or gathered, int8 is dequantized on the chip, and a ring is read where its window is. GPUs
-have a kernel of their own (`gpu_decode`), without shared prompts.
+have a kernel of their own (`gpu_decode`).
 
 JAX ships two kernels for such steps on TPUs. `paged_attention` has no sliding window and takes
 pages of all KV heads, heads first; `ragged_paged_attention` takes pages in which the heads of keys
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from tpu_rl.models.attention import decode_kernel, gpu_decode
 from tpu_rl.models.attention.decode_kernel import DecodeConfig, Groups
 from tpu_rl.models.attention.flash_kernels import LANES
+from tpu_rl.models.attention.gpu_decode import Tiles
 from tpu_rl.models.config import AttentionConfig
 from tpu_rl.train import sharding
 
@@ -45,8 +46,9 @@ class SeenTokens(NamedTuple):
     """[B] int32."""
     end: Array
     """[B] int32."""
-    groups: Groups | None = None
-    """The rows that share reads of their prompt; None if none do. See `with_groups`."""
+    groups: Groups | Tiles | None = None
+    """The rows that share reads of their prompt, on GPUs as tiles; None if none do. See
+    `with_groups`."""
 
 
 def seen_tokens(
@@ -121,10 +123,15 @@ def is_wanted(config: AttentionConfig) -> bool:
     return config.kernel == "tpu" and has_kernel(config)
 
 
+def reads_groups(config: AttentionConfig) -> bool:
+    """Return True if a kernel of decode steps reads the prompt of a group once for several rows."""
+    return config.gpu_decode != "none" or is_wanted(config)
+
+
 def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array]) -> bool:
     """Return True if a kernel computes query [B, T, H, E] with the leaves of a layer type."""
     on_gpu = config.gpu_decode != "none"
-    if not (on_gpu or is_wanted(config)) or query.shape[1] != 1 or "k" not in stack:
+    if not reads_groups(config) or query.shape[1] != 1 or "k" not in stack:
         return False
     if config.pairs_heads:
         spread_pairs = sharding.spread("kv_heads", stack["k"].shape[2])
@@ -167,13 +174,16 @@ def with_groups(
     if read_heads is None or not decode_kernel.is_supported(key.shape[3]):
         return seen
     group = num_heads // sharding.spread("heads", num_heads) // read_heads
-    shape = (rows // sharding.spread("slots", rows), read_heads, group, config.head_dim)
-    grouped = jax.eval_shape(
-        beside_zeros if config.pairs_heads else lambda query: query,
-        jax.ShapeDtypeStruct(shape, dtype),
-    )
-    visits = decode_kernel.make_visits(grouped, key)
-    find = functools.partial(decode_kernel.find_groups, visits)
+    if config.gpu_decode != "none":
+        find = functools.partial(gpu_decode.find_tiles, group)
+    else:
+        shape = (rows // sharding.spread("slots", rows), read_heads, group, config.head_dim)
+        grouped = jax.eval_shape(
+            beside_zeros if config.pairs_heads else lambda query: query,
+            jax.ShapeDtypeStruct(shape, dtype),
+        )
+        visits = decode_kernel.make_visits(grouped, key)
+        find = functools.partial(decode_kernel.find_groups, visits)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.size > 1:
         row_spec = sharding.spec(("slots",), (rows,), mesh)
@@ -239,7 +249,7 @@ def decode_attention(
         layer: Array,
         first: Array,
         end: Array,
-        groups: Groups | None,
+        groups: Any,
         *leaves: Array,
     ) -> Array:
         rows, _, device_heads, head_dim = query.shape
@@ -253,7 +263,7 @@ def decode_attention(
                 sinks = jnp.pad(sinks, odd).reshape(grouped.shape[1:3])
         arguments = (config, grouped, list(leaves), layer, first_head, first, end, sinks)
         if config.on_gpu:
-            attended = gpu_decode.attention(*arguments)
+            attended = gpu_decode.attention(*arguments, groups)
         else:
             attended = decode_kernel.attention(*arguments, groups)
         if is_paired:

@@ -176,11 +176,11 @@ def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array, end:
 
     blocks = tokens // visits.block
     blocks = jnp.where((first == 0) & (end > blocks * visits.block), blocks, 0)
-    groups = jax.vmap(_groups_of_part)(by_part(prompt), by_part(blocks))
+    groups = jax.vmap(groups_of_part)(by_part(prompt), by_part(blocks))
     return Groups(*(numbers.reshape(-1) for numbers in groups))
 
 
-def _groups_of_part(prompt: Array, blocks: Array) -> Groups:
+def groups_of_part(prompt: Array, blocks: Array) -> Groups:
     """Return the groups of the rows [B] of one part, from their prompts and whole blocks of them.
 
     All numbers are sums over pairs of rows: no sort, and no gather or scatter, which take longer.

@@ -2,7 +2,9 @@
 
 Each row reads the blocks of keys that hold what it sees, where they lie: nothing is copied out of
 the stack of layers. The keys of a row are cut in splits that are computed independently, as in
-Flash-Decoding, and `attention` adds them up by their log-sum-exp.
+Flash-Decoding, and `attention` adds them up by their log-sum-exp. The prompt of a group is read for
+`QUERIES` queries of its rows at once, and adds one more split to each (as in Hydragen, arXiv
+2402.05099).
 
 JAX ships `pallas.ops.gpu.decode_attention`, which takes the keys of one layer, so that XLA would
 copy them out of the stack for every layer of every token. It has no caps, sinks or rings, and
@@ -16,13 +18,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from tpu_rl.models.attention import decode_kernel
 from tpu_rl.models.attention.cudnn import nvidia_capability
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.attention.flash_kernels import A_B, A_BT, LANES
@@ -43,6 +46,24 @@ PROGRAMS = 2048
 
 SPLIT_PLACES = 256
 """A split has at least so many places of the cache."""
+
+QUERIES = 32
+"""Queries of a KV head, of rows that share a prompt, that are multiplied with it at once."""
+
+
+class Tiles(NamedTuple):
+    """Rows whose queries are multiplied with the prompt that they share: T tiles of n rows."""
+
+    rows: Array
+    """[T, n] int32: the rows of a tile; what follows its last row has no meaning."""
+    tokens: Array
+    """[T] int32: the first tokens of these rows that they share; 0: the tile has no rows."""
+    tile: Array
+    """[B] int32: the tile that has a row; T if none has it."""
+    member: Array
+    """[B] int32: the place of the row in the tile."""
+    shared: Array
+    """[B] int32: the first tokens of a row that its tile reads."""
 
 
 def unsupported_reason(config: AttentionConfig, device: Any) -> str:
@@ -78,15 +99,49 @@ def is_supported(stack: dict[str, Array]) -> bool:
     return leaf.dtype != jnp.int8 or not 1 << 31 <= leaf.size // devices <= 1 << 32
 
 
+def find_tiles(group: int, prompt: Array, tokens: Array, first: Array, end: Array) -> Tiles:
+    """Return the tiles of rows that see their prompt, and a token after it.
+
+    `group` query heads read one KV head. The other arguments are those of
+    `decode_kernel.find_groups`.
+    """
+    rows = len(prompt)
+    number = jnp.arange(rows)
+    size = max(2, QUERIES // group)
+    # A row reads at least one token alone: the newest, which may be the prompt's last.
+    tokens = jnp.maximum(tokens - 1, 0)
+    tokens = jnp.where((first == 0) & (end > tokens), tokens, 0)
+    groups = decode_kernel.groups_of_part(prompt, tokens)
+    # By position, where the members of a group are neighbors: the place in the group.
+    begin = jax.lax.cummax(jnp.where(groups.size > 0, number, -1))
+    place = number - begin
+    is_member = (begin >= 0) & (place < groups.size[begin])
+    is_first = is_member & (place % size == 0)
+    # A group has two rows or more, and so has a tile but for the last of a group.
+    count = max(1, -(-rows // 2))
+    starts = jnp.nonzero(is_first, size=count, fill_value=rows)[0]
+    positions = jnp.minimum(starts[:, None] + jnp.arange(size)[None, :], rows - 1)
+    tile = jnp.where(is_member, jnp.cumsum(is_first) - 1, count)
+    of_rows = jnp.zeros_like(groups.member)
+    return Tiles(
+        rows=groups.member[positions],
+        tokens=jnp.where(starts < rows, groups.blocks[begin[positions[:, 0]]], 0),
+        tile=of_rows.at[groups.member].set(tile),
+        member=of_rows.at[groups.member].set(place % size),
+        shared=groups.shared,
+    )
+
+
 def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
     """Compute one split of one row and KV head.
 
-    refs: [2] layer and first KV head; [B] first; [B] end; query [B, K, G, E]; keys and values
-    [L, B, ..., S, E], and in int8 their scales [L, B, ..., S]; the results, weighted sums
-    [B, K, P, G, E], maxima and totals [B, K, P, G].
+    refs: [2] layer and first KV head; [R] the row of the cache; [R] first; [R] end; query
+    [R, K, G, E]; keys and values [L, B, ..., S, E], and in int8 their scales [L, B, ..., S]; the
+    results, weighted sums [R, K, P, G, E], maxima and totals [R, K, P, G].
     """
-    place, first, end, query, keys, values, *scales, weighted_sums, maxima, totals = refs
+    place, source, first, end, query, keys, values, *scales, weighted_sums, maxima, totals = refs
     row, head, split = (pl.program_id(axis) for axis in range(3))
+    cached = source[row]
     layer = place[0]
     kv_head = place[1] + head
     begin = first[row]
@@ -115,11 +170,11 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
         places = pl.ds(jax.lax.rem(start, keys.shape[3]), block)
 
         def read(leaf: Any) -> Array:
-            part = leaf.at[layer, row, kv_head, places, :]
+            part = leaf.at[layer, cached, kv_head, places, :]
             return triton.load(part, mask=visible[:, None], other=0).astype(queries.dtype)
 
         def scale_of(leaf: Any) -> Array:
-            part = leaf.at[layer, row, kv_head, places]
+            part = leaf.at[layer, cached, kv_head, places]
             return triton.load(part, mask=visible, other=0)[None, :]
 
         # s = q k^T scale, p = exp(s - m). Scales of int8 keys multiply s, those of values p.
@@ -153,6 +208,17 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
     totals[row, head, split, :] = total
 
 
+class _Sums(NamedTuple):
+    """What splits add up: R rows or tiles, P splits."""
+
+    weighted: Array
+    """[R, K, P, G, E] float32: the sum of weighted values."""
+    maximum: Array
+    """[R, K, P, G] float32: the largest score."""
+    total: Array
+    """[R, K, P, G] float32: the sum of weights relative to it."""
+
+
 def attention(
     config: DecodeConfig,
     query: Array,
@@ -162,10 +228,65 @@ def attention(
     first: Array,
     end: Array,
     sinks: Array | None = None,
+    tiles: Tiles | None = None,
 ) -> Array:
     """Return the attention [B, K, G, E] of query [B, K, G, E].
 
-    The arguments are those of `decode_kernel.attention`, without groups.
+    The arguments are those of `decode_kernel.attention`, but for `tiles` of `find_tiles`.
+    """
+    place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
+    rows = jnp.arange(len(query), dtype=jnp.int32)
+    if tiles is None:
+        sums = _sums(config, query, leaves, place, rows, first, end)
+    else:
+        own = _sums(config, query, leaves, place, rows, jnp.maximum(first, tiles.shared), end)
+        shared = _sums_of_tiles(config, query, leaves, place, tiles)
+        sums = _Sums(*(jnp.concatenate(parts, 2) for parts in zip(own, shared, strict=True)))
+    weighted, maximum, total = sums
+    highest = maximum.max(2, keepdims=True)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], highest.shape)
+        highest = jnp.maximum(highest, sinks)
+    factor = jnp.exp(maximum - highest)
+    whole = (total * factor).sum(2)
+    if sinks is not None:
+        whole += jnp.exp(sinks - highest)[:, :, 0]
+    attended = (weighted * factor[..., None]).sum(2) / whole[..., None]
+    return attended.astype(query.dtype)
+
+
+def _sums_of_tiles(
+    config: DecodeConfig, query: Array, leaves: list[Array], place: Array, tiles: Tiles
+) -> _Sums:
+    """Return the sums of each row over the prompt that its tile reads, nothing for other rows."""
+    count, size = tiles.rows.shape
+    kv_heads, group = query.shape[1:3]
+    # [T, n, K, G, E] -> [T, K, n G, E]: a tile is a row with n times as many queries.
+    queries = query[tiles.rows].swapaxes(1, 2).reshape(count, kv_heads, size * group, -1)
+    start = jnp.zeros_like(tiles.tokens)
+    sums = _sums(config, queries, leaves, place, tiles.rows[:, 0], start, tiles.tokens)
+
+    def of_rows(part: Array, nothing: float) -> Array:
+        """[T, K, P, n G, ...] -> [B, K, P, G, ...]."""
+        members = part.reshape(*part.shape[:3], size, group, *part.shape[4:])
+        members = jnp.moveaxis(members, 3, 1)
+        return members.at[tiles.tile, tiles.member].get(mode="fill", fill_value=nothing)
+
+    return _Sums(of_rows(sums.weighted, 0), of_rows(sums.maximum, MASKED), of_rows(sums.total, 0))
+
+
+def _sums(
+    config: DecodeConfig,
+    query: Array,
+    leaves: list[Array],
+    place: Array,
+    source: Array,
+    first: Array,
+    end: Array,
+) -> _Sums:
+    """Return the sums of query [R, K, G, E] over the tokens [first, end) of the rows `source` [R].
+
+    `place` is [2]: the layer and the first KV head.
     """
     rows, kv_heads, group, head_dim = query.shape
     places = leaves[0].shape[3]
@@ -174,7 +295,6 @@ def attention(
     padded_group = max(MIN_ROWS, pl.next_power_of_2(group))
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, padded_group - group), (0, 0)))
     results = (rows, kv_heads, splits, padded_group)
-    place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
     weighted, maximum, total = pl.pallas_call(
         functools.partial(_kernel, config, block, splits),
         grid=(rows, kv_heads, splits),
@@ -186,15 +306,5 @@ def attention(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=config.interpret,
         name="gpu_decode_attention",
-    )(place, first, end, padded, *leaves)
-    highest = maximum.max(2, keepdims=True)
-    if sinks is not None:
-        sinks = jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, padded_group - group)))
-        sinks = jnp.broadcast_to(sinks[None, :, None], highest.shape)
-        highest = jnp.maximum(highest, sinks)
-    factor = jnp.exp(maximum - highest)
-    whole = (total * factor).sum(2)
-    if sinks is not None:
-        whole += jnp.exp(sinks - highest)[:, :, 0]
-    attended = (weighted * factor[..., None]).sum(2) / whole[..., None]
-    return attended[:, :, :group].astype(query.dtype)
+    )(place, source, first, end, padded, *leaves)
+    return _Sums(weighted[..., :group, :], maximum[..., :group], total[..., :group])

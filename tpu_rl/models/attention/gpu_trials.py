@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -193,6 +194,12 @@ PLACES = 640
 SEEN = ((0, 1), (0, 2), (0, 64), (0, 127), (0, 129), (70, 200), (130, 131), (0, 640), (500, 900))
 """(first, end) of the rows: the tokens [first, end) are seen. The last row is in a ring."""
 
+LEADER = 2
+"""The first row of `SEEN` of a group: those that begin at token 0 and see more than `SHARED`."""
+
+SHARED = 63
+"""Tokens that the rows of the group share."""
+
 HIDDEN = 1000.0
 """Elements of the values of hidden tokens: one that is seen by mistake is a large error."""
 
@@ -229,7 +236,13 @@ def _gpu_decode_error(
     weight = jnp.where(is_border, BORDER, 1.0)[None, :, None, :, None]
     values = jnp.where(is_seen[None, :, None, :, None], random(2, *leaf) * weight, HIDDEN)
     stack = {"k": random(1, *leaf), "v": values.at[0].set(HIDDEN)}
-    stack = {name: part.astype(dtype) for name, part in stack.items()}
+    prompt = jnp.arange(rows, dtype=jnp.int32) // len(SEEN)
+    leader = prompt * len(SEEN) + LEADER
+    is_shared = ((first == 0) & (end > SHARED))[:, None] & (jnp.arange(PLACES) < SHARED)[None, :]
+    stack = {
+        name: jnp.where(is_shared[None, :, None, :, None], part[:, leader], part).astype(dtype)
+        for name, part in stack.items()
+    }
     keys, values = (part[1].astype(jnp.float32) for part in stack.values())
     if int8_cache:
         rounded = {name: kv_cache.quantize(part) for name, part in stack.items()}
@@ -245,6 +258,9 @@ def _gpu_decode_error(
     sinks = random(3, config.num_heads) if config.sinks else None
     decode_config = DecodeConfig(config.scale, config.softcap, interpret, on_gpu=True)
     seen = decode.SeenTokens(first, end)
+    kernel = replace(config, gpu_decode="triton")
+    tokens = jnp.full_like(prompt, SHARED + 1)
+    seen = decode.with_groups(kernel, dtype, stack["k"], seen, prompt, tokens)
     actual = decode.decode_attention(
         query, stack, 1, seen, decode_config, config.num_kv_heads, sinks
     )
