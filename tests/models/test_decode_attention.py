@@ -15,6 +15,15 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.fixtures import several
+from tests.fixtures.decode_rows import (
+    CONFIG,
+    PROMPT,
+    PROMPT_TOKENS,
+    grouped_operands,
+    operands,
+    random,
+    reference,
+)
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
@@ -25,7 +34,6 @@ from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.train import sharding
 from tpu_rl.types import UNREAD
 
-CONFIG = DecodeConfig(0.35, softcap=3.0, interpret=True)
 FIRST = jnp.array([0, 0, 70, 0, 130], jnp.int32)
 END = jnp.array([1, 384, 200, 129, 131], jnp.int32)
 
@@ -35,33 +43,6 @@ def small_blocks(monkeypatch):
     """Several blocks a row, and several uses of each buffer."""
     monkeypatch.setattr(decode_kernel, "MAX_BLOCK", 128)
     monkeypatch.setattr(decode_kernel, "MAX_BUFFERS", 4)
-
-
-def random(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def operands(num_heads=4, kv_heads=2, places=384, layers_=2, rows=5):
-    leaf = (layers_, rows, kv_heads, places, 8)
-    return random(0, rows, 1, num_heads, 8), {"k": random(1, *leaf), "v": random(2, *leaf)}
-
-
-def reference(query, stack, layer, first, end, how=CONFIG, sinks=None):
-    """Return dense attention; fields of the token indices say what a row sees."""
-    rows, places = query.shape[0], stack["v"].shape[3]
-    number = jnp.broadcast_to(jnp.arange(places), (rows, places))
-    index = layers.TokenIndex(number, number, number, jnp.where(number >= first[:, None], 999, 0))
-    at = (end - 1)[:, None]
-    return layers.dense_attention(
-        query,
-        stack["k"][layer],
-        stack["v"][layer],
-        layers.TokenIndex(at, at, at, at),
-        index,
-        scale=how.scale,
-        softcap=how.softcap,
-        sinks=sinks,
-    )
 
 
 def paired(stack):
@@ -126,30 +107,6 @@ def test_int8_cache_equals_dequantized_cache(small_blocks):
     np.testing.assert_allclose(found, reference(query, rounded, 0, FIRST, END), atol=1e-6, rtol=0)
 
 
-PROMPT = jnp.array([5, 7, 5, 9, 7, 5, 5, 0, 5, 7, 5, 9])
-PROMPT_TOKENS = jnp.array([300, 260, 300, 100, 260, 300, 300, 0, 300, 260, 300, 100])
-
-
-def grouped_operands():
-    """Return a query, leaves, and what 12 rows see in two parts of 6.
-
-    Rows of three prompts stand here and there. One prompt is shorter than a block, one row sees
-    nothing of its prompt, as a free slot does, and one is of no prompt.
-    """
-    query, stack = operands(rows=12, places=512)
-    leader = jnp.argmax(PROMPT[:, None] == PROMPT[None, :], axis=1)
-    is_shared = jnp.arange(512)[None, :] < PROMPT_TOKENS[:, None]
-    stack = {
-        name: jnp.where(is_shared[None, :, None, :, None], leaf[:, leader], leaf)
-        for name, leaf in stack.items()
-    }
-    first = jnp.zeros(12, jnp.int32).at[9].set(270)
-    end = jnp.array([301, 400, 512, 101, 261, 310, 384, 20, 385, 300, 330, 201])
-    visits = decode_kernel.make_visits(jax.ShapeDtypeStruct((12, 2, 2, 8), "float32"), stack["k"])
-    assert visits.rows == 6
-    return query, stack, first, end, visits
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_a_group_reads_its_prompt_once(is_int8, small_blocks, monkeypatch):
@@ -157,7 +114,9 @@ def test_a_group_reads_its_prompt_once(is_int8, small_blocks, monkeypatch):
     but one."""
     monkeypatch.setattr(decode_kernel, "MEMBERS", 2)
     monkeypatch.setattr(decode_kernel, "MAX_MEMBERS", 4)
-    query, stack, first, end, visits = grouped_operands()
+    query, stack, first, end = grouped_operands()
+    visits = decode_kernel.make_visits(jax.ShapeDtypeStruct((12, 2, 2, 8), "float32"), stack["k"])
+    assert visits.rows == 6
     sinks = random(3, 4)
     groups = decode_kernel.find_groups(visits, PROMPT, PROMPT_TOKENS, first, end)
     assert groups.size.reshape(2, 6).max(1).tolist() == [3, 3]

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from tests.fixtures import several
+from tests.fixtures import decode_rows, several
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import gpu_device, needs_gpu_compiler
 from tests.fixtures.tpu_decoding import compile_decoding
-from tests.models import test_decode_attention
 from tpu_rl import models
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
@@ -103,8 +102,8 @@ def test_a_group_reads_its_prompt_once(int8_cache, monkeypatch):
     """Groups of 2 to 5 rows in tiles of 2. What nobody may read is NaN: of a prompt, all copies but
     one in each tile."""
     monkeypatch.setattr(gpu_decode, "QUERIES", 4)
-    query, stack, first, end, _ = test_decode_attention.grouped_operands()
-    prompt, tokens = test_decode_attention.PROMPT, test_decode_attention.PROMPT_TOKENS
+    query, stack, first, end = decode_rows.grouped_operands()
+    prompt, tokens = decode_rows.PROMPT, decode_rows.PROMPT_TOKENS
     tiles = gpu_decode.find_tiles(2, prompt, tokens, first, end)
     # The last token of a prompt may be a row's newest one, which it reads alone.
     assert sorted(tiles.tokens.tolist()) == [0, 99, 259, 299, 299, 299]
@@ -128,11 +127,11 @@ def test_a_group_reads_its_prompt_once(int8_cache, monkeypatch):
     }
     if int8_cache:
         leaves |= {name: part for name, (part, _) in rounded.items()}
-    config = test_decode_attention.CONFIG._replace(on_gpu=True)
+    config = decode_rows.CONFIG._replace(on_gpu=True)
     sinks = jnp.linspace(-1, 1, 4)
     seen = SeenTokens(first, end, tiles)
     actual = jax.jit(lambda: decode.decode_attention(query, leaves, 1, seen, config, 2, sinks))()
-    expected = test_decode_attention.reference(query, stack, 1, first, end, sinks=sinks)
+    expected = decode_rows.reference(query, stack, 1, first, end, sinks=sinks)
     np.testing.assert_allclose(actual, expected, atol=2e-6, rtol=0)
 
 
