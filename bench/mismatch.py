@@ -40,8 +40,9 @@ ARMS = {"0, none": f"{BASE} 0"} | {
     f"{error:g}, {name}": f"{BASE} {error:g} {flags}".strip()
     for error in ERRORS
     for name, flags in CURES.items()
+    if name != "recomputed" or error == ERRORS[0]
 }
-"""Errors in nats and cure -> flags."""
+"""Errors in nats and cure -> flags. Recomputed log-probs do not depend on the errors: one arm."""
 CONTRASTS = (("0.08, recomputed", "0.08, none"), ("0.08, recomputed", "0, none"))
 
 
@@ -56,8 +57,10 @@ CPU cores.
 A sampler that rounds does two things: it samples from a distribution that is not the policy, and
 it records log-probs that are not the policy's. Here completions are the policy's own, and only the
 recorded log-probs have errors: independent, normal, with a mean absolute value of so many nats.
-GRPO on the default run's task, {steps} steps of 16 problems with 8 completions, two updates a
-batch, learning rate 3e-4. The start solves 41.6 %.
+The ratios of GRPO read them, or importance weights against recomputed log-probs do ("cap 2", and
+"sequence mask", which leaves out completions above 2). GRPO on the default run's task, {steps}
+steps of 16 problems with 8 completions, two updates a batch, learning rate 3e-4. The start solves
+41.6 %.
 
 Two contrasts were chosen before any run. At 0.08 nats, recomputed log-probs minus no cure is above
 0 if the harm comes through the old log-probs; and recomputed at 0.08 nats minus no errors is within

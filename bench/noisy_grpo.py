@@ -32,7 +32,13 @@ def with_errors(rollout: Rollout, noise: float) -> Rollout:
     digest = jnp.sum(rollout.tokens.astype(jnp.uint32) * places, dtype=jnp.uint32)
     key = jax.random.fold_in(jax.random.key(0), digest)
     errors = noise * math.sqrt(math.pi / 2) * jax.random.normal(key, rollout.log_probs.shape)
-    return replace(rollout, log_probs=rollout.log_probs + errors * rollout.action_mask)
+    errors *= rollout.action_mask
+    # Ratios read the one, importance weights the other; at temperature 1 they are the same.
+    return replace(
+        rollout,
+        log_probs=rollout.log_probs + errors,
+        behaviour_log_probs=rollout.behaviour_log_probs + errors,
+    )
 
 
 def noisy_grpo(config: NoisyGrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
