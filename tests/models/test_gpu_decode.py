@@ -23,7 +23,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands import roles
 from tpu_rl.commands.plan import known_models
 from tpu_rl.models import kv_cache, layers
-from tpu_rl.models.attention import decode, gpu_decode, gpu_trials
+from tpu_rl.models.attention import decode, decode_kernel, gpu_decode, gpu_trials
 from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.config import AttentionConfig, FullHeads, LatentConfig
@@ -106,8 +106,8 @@ def test_a_group_reads_its_prompt_once(int8_cache, monkeypatch):
     prompt, tokens = decode_rows.PROMPT, decode_rows.PROMPT_TOKENS
     tiles = gpu_decode.find_tiles(2, prompt, tokens, first, end)
     # The last token of a prompt may be a row's newest one, which it reads alone.
-    assert sorted(tiles.tokens.tolist()) == [0, 99, 259, 299, 299, 299]
-    in_tile = np.asarray(tiles.tile) < 6
+    assert sorted(tiles.tokens.tolist()) == [0, 0, 0, 99, 259, 299, 299, 299]
+    in_tile = np.asarray(tiles.tile) < 8
     # One row has no prompt, and one sees nothing of its prompt.
     assert np.flatnonzero(~in_tile).tolist() == [7, 9]
     assert (np.asarray(tiles.shared) == np.where(in_tile, tokens - 1, 0)).all()
@@ -133,6 +133,25 @@ def test_a_group_reads_its_prompt_once(int8_cache, monkeypatch):
     actual = jax.jit(lambda: decode.decode_attention(query, leaves, 1, seen, config, 2, sinks))()
     expected = decode_rows.reference(query, stack, 1, first, end, sinks=sinks)
     np.testing.assert_allclose(actual, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 64])
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 3], [3, 1, 3, 3], [33], [64, 2, 5], [8] * 8])
+def test_each_row_with_a_prompt_has_a_tile(group, sizes):
+    prompt = np.repeat(np.arange(len(sizes)), sizes)
+    prompt = np.random.default_rng(0).permutation(prompt)
+    tokens = np.full(len(prompt), 100)
+    zeros = np.zeros_like(prompt)
+    tiles = gpu_decode.find_tiles(group, *map(jnp.asarray, (prompt, tokens, zeros, tokens)))
+    shared = np.asarray(tiles.shared)
+    # A group of more rows than groups may have leaves one row alone.
+    assert (shared == 0).sum() == sum(size % decode_kernel.MAX_MEMBERS == 1 for size in sizes)
+    for row in np.flatnonzero(shared):
+        tile = int(tiles.tile[row])
+        assert tiles.rows[tile, tiles.member[row]] == row
+        assert tiles.tokens[tile] == shared[row] == 99
+        assert prompt[tiles.rows[tile, 0]] == prompt[row]
+    assert (np.asarray(tiles.tile)[shared == 0] == len(tiles.tokens)).all()
 
 
 def shapes_of_cache(head_dim: int, dtype: str, shape: Any = jax.ShapeDtypeStruct) -> Any:

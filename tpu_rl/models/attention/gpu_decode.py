@@ -117,8 +117,8 @@ def find_tiles(group: int, prompt: Array, tokens: Array, first: Array, end: Arra
     place = number - begin
     is_member = (begin >= 0) & (place < groups.size[begin])
     is_first = is_member & (place % size == 0)
-    # A group has two rows or more, and so has a tile but for the last of a group.
-    count = max(1, -(-rows // 2))
+    # The most tiles: groups of three rows in tiles of two and one.
+    count = -(-2 * rows // 3)
     starts = jnp.nonzero(is_first, size=count, fill_value=rows)[0]
     positions = jnp.minimum(starts[:, None] + jnp.arange(size)[None, :], rows - 1)
     tile = jnp.where(is_member, jnp.cumsum(is_first) - 1, count)
