@@ -2,12 +2,12 @@
 
     python bench/packing.py [--draws 12]
 
-Prints, for batches of completions with other lengths, the packed rows that hold them, the share of
-these rows' slots that have a token, the micro-batches that an update computes, and the milliseconds
-that packing takes on the host. "full" texts all have the longest length; "uniform" completions have
-any length up to it with the same probability; "log-normal" ones depend on their prompt (median 0.3
-of the longest, spreads 0.4 between prompts and 0.35 within a group). Prompts of the last two have
-an eighth to a half of the longest. "least" counts what one row without an end would take.
+Prints, for batches of completions of different lengths, the packed rows that hold them, the share
+of these rows' slots that have a token, the micro-batches that an update computes, and the
+milliseconds that packing takes on the host. "full" texts all have the longest length; "uniform"
+completions have any length up to it with the same probability; "log-normal" ones depend on their
+prompt (median 0.3 of the longest, spreads 0.4 between prompts and 0.35 within a group). Prompts of
+the last two have an eighth to a half of the longest. "least" counts what one row without an end would take.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def texts(shape: Shape, kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
         lengths[:] = shape.new_tokens
     if kind == "log-normal":
         medians = random.lognormal(np.log(0.3 * shape.new_tokens), 0.4, shape.prompts)
-        drawn = random.lognormal(np.log(np.repeat(medians, shape.group_size)), 0.35)
-        lengths = np.clip(drawn, 4, shape.new_tokens).astype(int)
+        lengths = random.lognormal(np.log(np.repeat(medians, shape.group_size)), 0.35)
+        lengths = np.clip(lengths, 4, shape.new_tokens).astype(int)
     group_id = np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group_size)
     starts = prompt_lengths[group_id][:, None]
     columns = np.arange(longest + shape.new_tokens)[None, :]
@@ -65,33 +65,38 @@ def texts(shape: Shape, kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def measure(shape: Shape, kind: str, draws: int) -> list[str]:
     """Return a row of the table."""
-    rows, fill, micro_batches, least, seconds = [], [], [], [], []
+    table: dict[str, list[float]] = {}
     for seed in range(1 if kind == "full" else draws):
         mask, group_id = texts(shape, kind, seed)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         layout = packing.assign_slots(
             mask,
             group_id,
             row_length=shape.row_length,
             micro_batch_rows=shape.micro_batch_rows,
         )
-        seconds.append(time.perf_counter() - begun)
+        seconds = time.perf_counter() - start
         has_token = np.asarray(layout.source) >= 0
         occupied = has_token.any(-1)
-        rows.append(occupied.sum())
-        fill.append(has_token.sum() / (occupied.sum() * shape.row_length))
-        micro_batches.append(occupied.any(-1).sum())
         prompts = mask.argmax(1)[:: shape.group_size].sum()
-        least.append((mask.sum() + prompts) / shape.row_length)
+        measured = {
+            "least": (mask.sum() + prompts) / shape.row_length,
+            "rows": occupied.sum(),
+            "full": has_token.sum() / (occupied.sum() * shape.row_length),
+            "micro-batches": occupied.any(-1).sum(),
+            "seconds": seconds,
+        }
+        for name, value in measured.items():
+            table.setdefault(name, []).append(value)
     return [
         f"{shape.prompts} x {shape.group_size}, {shape.prompt_tokens} + {shape.new_tokens}",
         f"{shape.row_length:,} x {shape.micro_batch_rows}",
         kind,
-        f"{np.mean(least):.1f}",
-        f"{np.mean(rows):.1f}",
-        f"{100 * np.mean(fill):.0f} %",
-        f"{np.mean(micro_batches):.2f}",
-        f"{1e3 * np.median(seconds):.0f}",
+        f"{np.mean(table['least']):.1f}",
+        f"{np.mean(table['rows']):.1f}",
+        f"{100 * np.mean(table['full']):.0f} %",
+        f"{np.mean(table['micro-batches']):.2f}",
+        f"{1e3 * np.median(table['seconds']):.0f}",
     ]
 
 

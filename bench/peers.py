@@ -127,18 +127,21 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     pythons = {name: python_of(name, flags.environments) for name in flags.engines}
     shapes = SMALL if flags.small else SHAPES
-    wanted: list[str] = flags.axes
-    axes = list(dict.fromkeys(PARTS.get(axis, axis) for axis in wanted))
-    made = {name: str(folder / f"model_{name}") for name in {shapes[axis].model for axis in axes}}
-    for name, model in made.items():
+    measured_axes: list[str] = flags.axes
+    axes = list(dict.fromkeys(PARTS.get(axis, axis) for axis in measured_axes))
+    model_names = {shapes[axis].model for axis in axes}
+    model_folders = {name: str(folder / f"model_{name}") for name in model_names}
+    for name, model in model_folders.items():
         do(sys.executable, OURS, Work("write_model", f"{model}_written", model, variant=name))
     runs: list[Run] = []
     for round_ in range(flags.rounds):
         for axis in axes:
-            work = work_of(shapes[axis], made[shapes[axis].model], flags.warmup, flags.steps)
+            work = work_of(
+                shapes[axis], model_folders[shapes[axis].model], flags.warmup, flags.steps
+            )
             for arm in side_by_side.rotated(arms_of(axis, flags.axes, flags.engines), round_):
                 runs.append(run_arm(arm, axis, round_, work, pythons, folder))
-    gap = log_prob_gap(runs, pythons, folder, made.get("llama", ""))
+    gap = log_prob_gap(runs, pythons, folder, model_folders.get("llama", ""))
     text = report(runs, flags.axes, gap)
     print(text, flush=True)
     (folder / "peers.md").write_text(text, encoding="utf-8")

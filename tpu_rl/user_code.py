@@ -111,9 +111,11 @@ def user_line(error: BaseException, file: Path) -> str:
     # A syntax error has no frame in the file.
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(file)
-    ]
-    return f"{file}:{lines[-1]}" if lines else str(file)
+    frame = user_frame(error, file)
+    return f"{file}:{frame.lineno}" if frame else str(file)
+
+
+def user_frame(error: BaseException, file: Path) -> traceback.FrameSummary | None:
+    """Return the last frame of the user's file in the error's traceback; None without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if frame.filename == str(file)), None)

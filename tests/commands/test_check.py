@@ -42,6 +42,15 @@ def test_an_exception_is_a_failed_proof(tmp_path, capsys):
     assert "mine.py:11:" in output
 
 
+def test_a_factory_without_a_result_is_exit_code_2(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tpu_rl.algos import GrpoConfig\ndef mine(config: GrpoConfig, roles, sampling): pass\n"
+    )
+    assert check.main([f"{file}:mine"]) == 2
+    assert "it returned None" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,6 @@
 """Images in packed rows: once for each group, and with the right tokens."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,20 @@ def completions(images_of_group, group_size):
             pixels[row, image] = 10 * group + image + 1
     arrays: list[Any] = [tokens, mask, np.array(rows, np.int32), None, pixels]
     return Demonstrations(*arrays)
+
+
+def test_a_group_with_an_image_stands_in_one_row():
+    """Texts of the same lengths are split over two rows, which saves a micro-batch."""
+    data = completions([1, 1, 1], group_size=2)
+    batch = BatchConfig(prompts=3, group_size=2, row_length=12, micro_batch_rows=1)
+
+    def rows_of_groups(data: Any) -> list[int]:
+        layout: Any = layout_of(batch, data)
+        row_of_slot = np.asarray(layout.slot) // batch.row_length
+        return [len(np.unique(row_of_slot[data.group_id == group, 1:3])) for group in range(3)]
+
+    assert rows_of_groups(data) == [1, 1, 1]
+    assert rows_of_groups(replace(data, images=None)) == [1, 2, 1]
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])

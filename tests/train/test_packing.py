@@ -132,16 +132,41 @@ def test_a_prompt_stands_once_for_its_group():
     assert layout.source.shape == (1, 1, 1, 16)
 
 
-def test_first_fit_fills_rows_by_falling_size():
-    # Sizes 5, 9, 4, 6 in rows of 10: [9], [6, 4], [5].
-    layout, _, group_id = laid_out(
-        [(1, (4,)), (1, (8,)), (1, (3,)), (1, (5,))], row_length=10, micro_batch_rows=3
-    )
+def groups_of_rows(layout, group_id):
+    """Return the groups of each packed row of the first step that has some, in their order."""
     width = layout.slot.shape[1]
-    rows = [
-        [group_id[i] for i in dict.fromkeys(row[row >= 0] // width)] for row in layout.source[0, 0]
+    sources = layout.source[0].reshape(-1, layout.source.shape[-1])
+    return [
+        list(dict.fromkeys(int(group_id[text]) for text in row[row >= 0] // width))
+        for row in sources
+        if (row >= 0).any()
     ]
-    assert rows == [[1], [3, 2], [0]]
+
+
+def test_best_fit_fills_rows_by_falling_size():
+    # Sizes 5, 7, 3, 6 in rows of 10: [7], [6], [5], and 3 beside 7. First-fit has the same.
+    layout, _, group_id = laid_out(
+        [(1, (4,)), (1, (6,)), (1, (2,)), (1, (5,))], row_length=10, micro_batch_rows=3
+    )
+    assert groups_of_rows(layout, group_id) == [[1, 2], [3], [0]]
+    # A group of 11 in two rows of 6; then 7, and 3 beside it. First-fit puts 3 beside the first 6.
+    layout, _, group_id = laid_out(
+        [(1, (5, 5)), (1, (6,)), (1, (2,))], row_length=10, micro_batch_rows=3
+    )
+    assert groups_of_rows(layout, group_id) == [[0], [0], [1, 2]]
+
+
+@pytest.mark.parametrize(("keep_groups", "rows"), [(False, 2), (True, 3)])
+def test_a_group_is_split_where_the_step_takes_fewer_micro_batches(keep_groups, rows):
+    """Groups of 7, 7 and 6 slots in rows of 10: the last one fits beside the others in two parts,
+    each with the prompt."""
+    groups = [(1, (6,)), (1, (6,)), (1, (2, 2))]
+    cut = {"row_length": 10, "keep_groups": keep_groups}
+    layout, _, group_id = laid_out(groups, micro_batch_rows=1, **cut)
+    assert len(groups_of_rows(layout, group_id)) == rows
+    # One micro-batch has room for all three rows, and no group is split.
+    layout, _, group_id = laid_out(groups, micro_batch_rows=3, **cut)
+    assert sum(2 in row for row in groups_of_rows(layout, group_id)) == 1
 
 
 def test_a_group_longer_than_a_row_is_split_with_its_prompt_repeated():

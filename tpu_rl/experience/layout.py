@@ -16,7 +16,7 @@ from tpu_rl.data.encoding import bucket
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding
-from tpu_rl.types import Experience, Layout, Pairs, Rollout, ScoredCompletions
+from tpu_rl.types import Experience, Layout, Rollout
 
 AttentionIndex = Literal["tiles", "paths", "none"]
 """The part of a layout that attention reads: `Layout.key_tiles`, `Layout.paths` or neither. Their
@@ -230,7 +230,7 @@ def layout_of(
         row_length=batch.row_length,
         micro_batch_rows=batch.rows_at_once,
         minibatches=batch.num_minibatches,
-        whole_groups=isinstance(data, Pairs | ScoredCompletions),
+        whole_groups=packing.are_compared(data),
         # Each micro-batch encodes the images of its groups.
         keep_groups=data.images is not None,
         parent=data.parent if isinstance(data, Rollout) else None,

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.types import Layout, PackedRows, Paths
+from tpu_rl.types import Layout, PackedRows, Pairs, Paths, ScoredCompletions
 
 
 @runtime_checkable
@@ -116,6 +116,14 @@ class _Group:
         self.extents |= changed
         self.size += slots
 
+    def in_packing_order(self) -> list[int]:
+        """Return the members, the longest first; those of a tree of several levels depth first, so
+        that neighbors share as much as possible."""
+        if len({self.texts.shared[row] for row in self.members}) > 2:
+            depth_first = list(dict.fromkeys(run.row for run in self.runs()))
+            return sorted(self.members, key=depth_first.index)
+        return sorted(self.members, key=lambda row: -self.texts.ends[row])
+
     def runs(self) -> list[_Run]:
         """Return the tree as runs, in the order of their slots."""
         shared = self.texts.shared
@@ -204,9 +212,9 @@ def assign_slots(
         end = (step + 1) * len(groups) // minibatches
         rows = _pack(groups[start:end], row_length, keep_groups=True)
         if not (keep_groups or whole_groups):
-            fewer = _pack(groups[start:end], row_length, keep_groups=False)
-            if _ceil_div(len(fewer), micro_batch_rows) < _ceil_div(len(rows), micro_batch_rows):
-                rows = fewer
+            split = _pack(groups[start:end], row_length, keep_groups=False)
+            if _ceil_div(len(split), micro_batch_rows) < _ceil_div(len(rows), micro_batch_rows):
+                rows = split
         packed.append(rows)
     most_rows = max(len(rows) for rows in packed)
     if row_limit is not None:
@@ -215,6 +223,11 @@ def assign_slots(
     packed_shape = (minibatches, micro_batches, micro_batch_rows, row_length)
     layout = _index(packed, mask, packed_shape, paths)
     return replace(layout, key_tiles=_key_tiles(packed, packed_shape))
+
+
+def are_compared(data: Any) -> bool:
+    """Return True if a loss compares the completions of a group, which then stand in one row."""
+    return isinstance(data, Pairs | ScoredCompletions)
 
 
 def _groups(mask: np.ndarray, group_id: np.ndarray, parent: Any, shared: Any) -> list[_Group]:
@@ -315,23 +328,23 @@ def _pack(groups: list[_Group], row_length: int, keep_groups: bool) -> list[_Pac
     stands, with all tokens that it shares, in the fullest row with room, or in a new one. With
     `keep_groups`, a group that fits into a row is placed as one text is.
     """
-    texts = sum(len(group.members) for group in groups)
-    packed: list[_PackedRow] = [[] for _ in range(texts)]
-    room = np.full(texts, row_length)
+    most_rows = sum(len(group.members) for group in groups)
+    packed: list[_PackedRow] = [[] for _ in range(most_rows)]
+    room = np.full(most_rows, row_length)
 
-    def fullest(size: int) -> int:
+    def best_row(size: int) -> int:
         """Return the number of the row with the least room for so many slots."""
         return int(np.where(room >= size, room, row_length + 1).argmin())
 
     for group in sorted(groups, key=lambda group: -group.size):
         if keep_groups and group.size <= row_length:
-            number = fullest(group.size)
+            number = best_row(group.size)
             packed[number].append(group)
             room[number] -= group.size
             continue
         pieces: dict[int, _Group] = {}  # Number of a row -> what stands there of the group.
         ends = group.texts.ends
-        for member in sorted(group.members, key=lambda member: -ends[member]):
+        for member in group.in_packing_order():
             prompt_length = group.texts.starts[member]
             _require_room(prompt_length, ends[member] - prompt_length, "a completion", row_length)
             growths = {number: piece.growth(member)[1] for number, piece in pieces.items()}
@@ -341,7 +354,7 @@ def _pack(groups: list[_Group], row_length: int, keep_groups: bool) -> list[_Pac
                 default=-1,
             )
             if number < 0:
-                number = fullest(ends[member])
+                number = best_row(ends[member])
                 pieces[number] = _Group(group.texts)
                 packed[number].append(pieces[number])
             room[number] -= pieces[number].growth(member)[1]

@@ -19,8 +19,9 @@ from typing import Literal
 import jax
 import tyro
 
+from tpu_rl import user_code
 from tpu_rl.algos import factory_of, plugins
-from tpu_rl.errors import reported, typed_command
+from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.proofs import PROOFS, Battery, case_of
 from tpu_rl.redaction import redact
 
@@ -69,14 +70,15 @@ def failure(name: str, battery: Battery, algorithm: str) -> str:
         PROOFS[name](battery)
     except AssertionError as error:
         return str(error)
+    except InputError:
+        raise
     # The user's program may raise anything.
     except Exception as error:
         message = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {message[0] if message else ''}"
         # The last line of the user's file, or else the line that raised.
-        file = str(Path(algorithm.rpartition(":")[0]).expanduser().absolute())
-        frames = traceback.extract_tb(error.__traceback__)
-        place = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-        where = "/".join(Path(place.filename).parts[-2:])
-        return f"{text} at {where}:{place.lineno}: {place.line}"
+        file = Path(algorithm.rpartition(":")[0]).expanduser().absolute()
+        frame = user_code.user_frame(error, file) or traceback.extract_tb(error.__traceback__)[-1]
+        where = "/".join(Path(frame.filename).parts[-2:])
+        return f"{text} at {where}:{frame.lineno}: {frame.line}"
     return ""

@@ -181,7 +181,8 @@ def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array, end:
 
 
 def groups_of_part(prompt: Array, blocks: Array) -> Groups:
-    """Return the groups of the rows [B] of one part, from their prompts and whole blocks of them.
+    """Return the groups of the rows of one part, from the number of each row's prompt [B] and the
+    blocks (or tokens) of it [B] that are shared.
 
     All numbers are sums over pairs of rows: no sort, and no gather or scatter, which take longer.
     """

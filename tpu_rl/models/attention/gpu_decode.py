@@ -102,7 +102,7 @@ def is_supported(stack: dict[str, Array]) -> bool:
 def find_tiles(group: int, prompt: Array, tokens: Array, first: Array, end: Array) -> Tiles:
     """Return the tiles of rows that see their prompt, and a token after it.
 
-    `group` query heads read one KV head. The other arguments are those of
+    `group` query heads read one KV head. `prompt`, `tokens`, `first` and `end` [B] are those of
     `decode_kernel.find_groups`.
     """
     rows = len(prompt)
@@ -114,20 +114,20 @@ def find_tiles(group: int, prompt: Array, tokens: Array, first: Array, end: Arra
     groups = decode_kernel.groups_of_part(prompt, tokens)
     # By position, where the members of a group are neighbors: the place in the group.
     begin = jax.lax.cummax(jnp.where(groups.size > 0, number, -1))
-    place = number - begin
-    is_member = (begin >= 0) & (place < groups.size[begin])
-    is_first = is_member & (place % size == 0)
+    number_in_group = number - begin
+    is_member = (begin >= 0) & (number_in_group < groups.size[begin])
+    is_first = is_member & (number_in_group % size == 0)
     # The most tiles: groups of three rows in tiles of two and one.
     count = -(-2 * rows // 3)
     starts = jnp.nonzero(is_first, size=count, fill_value=rows)[0]
     positions = jnp.minimum(starts[:, None] + jnp.arange(size)[None, :], rows - 1)
     tile = jnp.where(is_member, jnp.cumsum(is_first) - 1, count)
-    of_rows = jnp.zeros_like(groups.member)
+    zeros = jnp.zeros_like(groups.member)
     return Tiles(
         rows=groups.member[positions],
         tokens=jnp.where(starts < rows, groups.blocks[begin[positions[:, 0]]], 0),
-        tile=of_rows.at[groups.member].set(tile),
-        member=of_rows.at[groups.member].set(place % size),
+        tile=zeros.at[groups.member].set(tile),
+        member=zeros.at[groups.member].set(number_in_group % size),
         shared=groups.shared,
     )
 
@@ -141,7 +141,7 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
     """
     place, source, first, end, query, keys, values, *scales, weighted_sums, maxima, totals = refs
     row, head, split = (pl.program_id(axis) for axis in range(3))
-    cached = source[row]
+    cache_row = source[row]
     layer = place[0]
     kv_head = place[1] + head
     begin = first[row]
@@ -170,11 +170,11 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
         places = pl.ds(jax.lax.rem(start, keys.shape[3]), block)
 
         def read(leaf: Any) -> Array:
-            part = leaf.at[layer, cached, kv_head, places, :]
+            part = leaf.at[layer, cache_row, kv_head, places, :]
             return triton.load(part, mask=visible[:, None], other=0).astype(queries.dtype)
 
         def scale_of(leaf: Any) -> Array:
-            part = leaf.at[layer, cached, kv_head, places]
+            part = leaf.at[layer, cache_row, kv_head, places]
             return triton.load(part, mask=visible, other=0)[None, :]
 
         # s = q k^T scale, p = exp(s - m). Scales of int8 keys multiply s, those of values p.
@@ -267,7 +267,7 @@ def _sums_of_tiles(
     sums = _sums(config, queries, leaves, place, tiles.rows[:, 0], start, tiles.tokens)
 
     def of_rows(part: Array, nothing: float) -> Array:
-        """[T, K, P, n G, ...] -> [B, K, P, G, ...]."""
+        """Gather [T, K, P, n G, ...] -> [B, K, P, G, ...]."""
         members = part.reshape(*part.shape[:3], size, group, *part.shape[4:])
         members = jnp.moveaxis(members, 3, 1)
         return members.at[tiles.tile, tiles.member].get(mode="fill", fill_value=nothing)
