@@ -7,7 +7,8 @@ of these rows' slots that have a token, the micro-batches that an update compute
 milliseconds that packing takes on the host. "full" texts all have the longest length; "uniform"
 completions have any length up to it with the same probability; "log-normal" ones depend on their
 prompt (median 0.3 of the longest, spreads 0.4 between prompts and 0.35 within a group). Prompts of
-the last two have an eighth to a half of the longest. "least" counts what one row without an end would take.
+the last two have an eighth to a half of the longest. "least" counts what one row without an end
+would take.
 """
 
 from __future__ import annotations

@@ -207,8 +207,9 @@ def test_xla_compiles_the_kernel_for_cards(card, head_dim, dtype):
     program = jax.jit(attend).lower(query, stack, 1, seen).compile()
     stats = program.memory_analysis()
     assert stats is not None
-    # Sums of splits, and no layer of the cache.
-    assert stats.temp_size_in_bytes < stack["k"].size / 3 / 5
+    # Sums of splits and of tiles, 27 MB, and no layer of the cache, of which the keys in int8 have
+    # 134 MB or more.
+    assert stats.temp_size_in_bytes < stack["k"].size / 3 / 4
 
 
 @needs_gpu_compiler
