@@ -588,6 +588,7 @@ def test_unsupported_linear_attention_is_refused(change, message):
     ("change", "message"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ({"is_causal": False}, "is_causal = False is not supported"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers = 5 is out of range"),
         ({"num_kv_shared_layers": 4}, "no layer before the last 4 is of type full"),
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input = -1 is out of range"),

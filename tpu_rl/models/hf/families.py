@@ -742,6 +742,7 @@ def _require_supported(family: Family, hf: Mapping[str, Any]) -> None:
     supported = {
         "partial_rotary_factor": 1.0,
         "use_bidirectional_attention": False,
+        "is_causal": True,
         "attn_output_gate": family.defaults.get("gated_attention", False),
     }
     is_gemma4 = hf["model_type"] in rope_config.GEMMA4
