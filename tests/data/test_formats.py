@@ -186,6 +186,14 @@ def test_saved_datasets(saved):
         data.read(saved)
 
 
+def test_a_reward_beside_one_completion_is_offered_as_its_score(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b", "reward": 1.0}\n')
+    with pytest.raises(InputError, match="lacks the column `score`") as error:
+        data.read(file, columns=("prompt", "completions", "scores"))
+    assert error.value.fix == "did you mean `reward`? --data.columns score=reward"
+
+
 def test_hub_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []

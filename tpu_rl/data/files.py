@@ -617,6 +617,8 @@ OTHER_NAMES = {
     ),
     "completion": ("response", "answer", "output", "targets", "generated_solution", "solution"),
     "label": ("kto_tag",),
+    "score": ("reward", "rating"),
+    "scores": ("rewards", "ratings"),
     "chosen": ("response_j", "chosen_response", "preferred_output", "preferred", "response_w"),
     "rejected": (
         *("response_k", "rejected_response", "non_preferred_output", "dispreferred", "response_l"),
@@ -635,6 +637,8 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
     missing = [column for column in columns if column not in row]
     if not missing:
         return
+    if "scores" in missing and "completion" in row:
+        missing = ["score"]  # Of a completion by itself; see `shapes`.
     meant = {column: _other_name(column, row) for column in missing}
     flag = "--data.columns " + " ".join(f"{name}={meant[name]}" for name in missing if meant[name])
     suggestions = [name for name in meant.values() if name is not None]
