@@ -76,6 +76,9 @@ def test_a_missing_column_is_an_input_error():
     with pytest.raises(InputError) as error:
         score(lambda completions, answer: [0.0], ground_truth=["3"] * 4)
     assert error.value.fix.endswith("--data.columns answer=ground_truth")
+    with pytest.raises(InputError) as error:
+        score(lambda completions, gold: [0.0], solution=["2 + 1"] * 4, answer=["3"] * 4)
+    assert error.value.fix.endswith("--data.columns gold=answer")
 
 
 @pytest.mark.parametrize(

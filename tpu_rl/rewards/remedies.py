@@ -27,8 +27,8 @@ FOREIGN = {
 }
 """Parameters of other libraries' functions -> how to write these here."""
 
-GOLD_COLUMNS = ("ground_truth", "final_answer", "expected_answer", "correct_answer", "answerKey")
-GOLD_COLUMNS += ("target", "gold", "reference_answer", "solution")
+GOLD_COLUMNS = ("answer", "ground_truth", "final_answer", "expected_answer", "correct_answer")
+GOLD_COLUMNS += ("answerKey", "target", "gold", "reference_answer", "solution")
 """Columns in which published rows have what rewards here call `answer`."""
 
 OF_RUNS = {
