@@ -68,6 +68,9 @@ def affected(changed: Iterable[str]) -> list[str]:
         tests |= set(DOCUMENTS)
     if any(path.endswith(".py") for path in paths):
         tests.add("tests/test_layers.py")
+    # Names of families, presets and flags, which it imports by name.
+    if any(path.startswith("tpu_rl/") for path in paths):
+        tests.add("tests/frozen")
     for path in paths:
         mirror = "/".join(["tests", *Path(path).parts[1:2]])
         if path.startswith("tpu_rl/") and mirror != "tests" and (ROOT / mirror).is_dir():
