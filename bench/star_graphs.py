@@ -150,7 +150,7 @@ rate of 1e-3, which is Q#'s. `grpo_slow`, at 1e-4, was added when GRPO had got w
 A number is the share of 500 held-out graphs that are solved at temperature 1, in percent, one for
 each reference; Q# guides the reference with `kl_coef` 0.1. An arm above 80 has left the shortcut,
 which solves one in two. The question was chosen before any run: does SFT leave it with the
-auxiliary loss, from each reference of walks?
+auxiliary loss, from each reference of walks? Seconds have pauses of a run subtracted.
 """
 
 
