@@ -322,7 +322,7 @@ def _require_room(prompt_length: int, others: int, what: str, row_length: int) -
 
 
 def _pack(groups: list[_Group], row_length: int, keep_groups: bool) -> list[_PackedRow]:
-    """Pack groups into rows: the largest group first, and of a group the longest text first.
+    """Pack groups into rows: the largest group first, its texts by `_Group.in_packing_order`.
 
     A text stands in the row of its group that it adds least to, if there is room. Otherwise it
     stands, with all tokens that it shares, in the fullest row with room, or in a new one. With

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def failure(name: str, battery: Battery, algorithm: str) -> str:
-    """Run a proof and return the reason why it fails, or "". `algorithm` is what the user gave."""
+    """Run a proof and return the reason why it fails, or "". `algorithm` is the flag's value."""
     try:
         PROOFS[name](battery)
     except AssertionError as error:

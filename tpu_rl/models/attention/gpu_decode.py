@@ -61,7 +61,7 @@ class Tiles(NamedTuple):
     tile: Array
     """[B] int32: the tile that has a row; T if none has it."""
     member: Array
-    """[B] int32: the place of the row in the tile."""
+    """[B] int32: the row's number in the tile."""
     shared: Array
     """[B] int32: the first tokens of a row that its tile reads."""
 
@@ -112,7 +112,7 @@ def find_tiles(group: int, prompt: Array, tokens: Array, first: Array, end: Arra
     tokens = jnp.maximum(tokens - 1, 0)
     tokens = jnp.where((first == 0) & (end > tokens), tokens, 0)
     groups = decode_kernel.groups_of_part(prompt, tokens)
-    # By position, where the members of a group are neighbors: the place in the group.
+    # By position, where the members of a group are neighbors: the number in the group.
     begin = jax.lax.cummax(jnp.where(groups.size > 0, number, -1))
     number_in_group = number - begin
     is_member = (begin >= 0) & (number_in_group < groups.size[begin])
@@ -139,11 +139,23 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
     [R, K, G, E]; keys and values [L, B, ..., S, E], and in int8 their scales [L, B, ..., S]; the
     results, weighted sums [R, K, P, G, E], maxima and totals [R, K, P, G].
     """
-    place, source, first, end, query, keys, values, *scales, weighted_sums, maxima, totals = refs
+    (
+        layer_and_head,
+        cache_rows,
+        first,
+        end,
+        query,
+        keys,
+        values,
+        *scales,
+        weighted_sums,
+        maxima,
+        totals,
+    ) = refs
     row, head, split = (pl.program_id(axis) for axis in range(3))
-    cache_row = source[row]
-    layer = place[0]
-    kv_head = place[1] + head
+    cache_row = cache_rows[row]
+    layer = layer_and_head[0]
+    kv_head = layer_and_head[1] + head
     begin = first[row]
     stop = end[row]
     first_block = jax.lax.div(begin, block)
@@ -209,7 +221,7 @@ def _kernel(config: DecodeConfig, block: int, splits: int, *refs: Any) -> None:
 
 
 class _Sums(NamedTuple):
-    """What splits add up: R rows or tiles, P splits."""
+    """Sums of the splits of rows or tiles: R of them, with P splits each."""
 
     weighted: Array
     """[R, K, P, G, E] float32: the sum of weighted values."""
@@ -234,29 +246,31 @@ def attention(
 
     The arguments are those of `decode_kernel.attention`, but for `tiles` of `find_tiles`.
     """
-    place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
+    layer_and_head = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
     rows = jnp.arange(len(query), dtype=jnp.int32)
     if tiles is None:
-        sums = _sums(config, query, leaves, place, rows, first, end)
+        sums = _sums(config, query, leaves, layer_and_head, rows, first, end)
     else:
-        own = _sums(config, query, leaves, place, rows, jnp.maximum(first, tiles.shared), end)
-        shared = _sums_of_tiles(config, query, leaves, place, tiles)
-        sums = _Sums(*(jnp.concatenate(parts, 2) for parts in zip(own, shared, strict=True)))
+        after_prompt = jnp.maximum(first, tiles.shared)
+        row_sums = _sums(config, query, leaves, layer_and_head, rows, after_prompt, end)
+        prompt_sums = _sums_of_tiles(config, query, leaves, layer_and_head, tiles)
+        pairs = zip(row_sums, prompt_sums, strict=True)
+        sums = _Sums(*(jnp.concatenate(pair, axis=2) for pair in pairs))
     weighted, maximum, total = sums
     highest = maximum.max(2, keepdims=True)
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], highest.shape)
         highest = jnp.maximum(highest, sinks)
     factor = jnp.exp(maximum - highest)
-    whole = (total * factor).sum(2)
+    denominator = (total * factor).sum(2)
     if sinks is not None:
-        whole += jnp.exp(sinks - highest)[:, :, 0]
-    attended = (weighted * factor[..., None]).sum(2) / whole[..., None]
+        denominator += jnp.exp(sinks - highest)[:, :, 0]
+    attended = (weighted * factor[..., None]).sum(2) / denominator[..., None]
     return attended.astype(query.dtype)
 
 
 def _sums_of_tiles(
-    config: DecodeConfig, query: Array, leaves: list[Array], place: Array, tiles: Tiles
+    config: DecodeConfig, query: Array, leaves: list[Array], layer_and_head: Array, tiles: Tiles
 ) -> _Sums:
     """Return the sums of each row over the prompt that its tile reads, nothing for other rows."""
     count, size = tiles.rows.shape
@@ -264,7 +278,7 @@ def _sums_of_tiles(
     # [T, n, K, G, E] -> [T, K, n G, E]: a tile is a row with n times as many queries.
     queries = query[tiles.rows].swapaxes(1, 2).reshape(count, kv_heads, size * group, -1)
     start = jnp.zeros_like(tiles.tokens)
-    sums = _sums(config, queries, leaves, place, tiles.rows[:, 0], start, tiles.tokens)
+    sums = _sums(config, queries, leaves, layer_and_head, tiles.rows[:, 0], start, tiles.tokens)
 
     def of_rows(part: Array, nothing: float) -> Array:
         """Gather [T, K, P, n G, ...] -> [B, K, P, G, ...]."""
@@ -279,14 +293,14 @@ def _sums(
     config: DecodeConfig,
     query: Array,
     leaves: list[Array],
-    place: Array,
-    source: Array,
+    layer_and_head: Array,
+    cache_rows: Array,
     first: Array,
     end: Array,
 ) -> _Sums:
-    """Return the sums of query [R, K, G, E] over the tokens [first, end) of the rows `source` [R].
+    """Return the sums of query [R, K, G, E] over the tokens [first, end) of `cache_rows` [R].
 
-    `place` is [2]: the layer and the first KV head.
+    `layer_and_head` is [2]: the layer and the first KV head.
     """
     rows, kv_heads, group, head_dim = query.shape
     places = leaves[0].shape[3]
@@ -306,5 +320,5 @@ def _sums(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=config.interpret,
         name="gpu_decode_attention",
-    )(place, source, first, end, padded, *leaves)
+    )(layer_and_head, cache_rows, first, end, padded, *leaves)
     return _Sums(weighted[..., :group, :], maximum[..., :group], total[..., :group])

@@ -194,11 +194,11 @@ PLACES = 640
 SEEN = ((0, 1), (0, 2), (0, 64), (0, 127), (0, 129), (70, 200), (130, 131), (0, 640), (500, 900))
 """(first, end) of the rows: the tokens [first, end) are seen. The last row is in a ring."""
 
-LEADER = 2
-"""The first row of `SEEN` of a group: those that begin at token 0 and see more than `SHARED`."""
-
 SHARED = 63
-"""Tokens that the rows of the group share."""
+"""First tokens that rows share which begin at token 0 and see more than these."""
+
+LEADER = next(row for row, (first, end) in enumerate(SEEN) if first == 0 and end > SHARED)
+"""The first of these rows."""
 
 HIDDEN = 1000.0
 """Elements of the values of hidden tokens: one that is seen by mistake is a large error."""
