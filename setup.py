@@ -48,6 +48,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-timeout",
         "pytest-xdist",
+        "jaxtyping>=0.2.36",
         "ruff>=0.12",
         "pyright[nodejs]>=1.1.400",
         "pyarrow",

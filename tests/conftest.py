@@ -18,7 +18,10 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests import shapes
 from tests.fixtures import library_caches, program_cache, several
+
+shapes.install()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")

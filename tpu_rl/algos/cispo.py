@@ -28,8 +28,9 @@ import jax.numpy as jnp
 
 from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
+from tpu_rl.losses.shapes import FloatRS
 from tpu_rl.ranges import In, Positive
-from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
+from tpu_rl.types import Algorithm, PackedRows, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class CispoConfig(GroupPolicyConfig):
 
 
 def cispo_surrogate(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    advantages: FloatRS,
     rows: PackedRows,
     *,
     clip_low: float | None,

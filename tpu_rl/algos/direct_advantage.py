@@ -28,6 +28,7 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import actions_of, learned_tokens
+from tpu_rl.losses.shapes import BoolNT, FloatNT
 from tpu_rl.ranges import Positive
 from tpu_rl.types import (
     Algorithm,
@@ -119,7 +120,7 @@ def direct_advantage(config: DirectAdvantageConfig, roles: Roles, sampling: Samp
     return Algorithm(make_batch, loss)
 
 
-def step_advantages(rollout: Rollout, learned: Array, ends: Array | None) -> Array:
+def step_advantages(rollout: Rollout, learned: BoolNT, ends: BoolNT | None) -> FloatNT:
     """Compute A_k at every token of step k, [N, T]: the step's rewards, for the first step minus
     their mean over the group."""
     sums = advantages.turn_sums(rollout.rewards, learned, ends)

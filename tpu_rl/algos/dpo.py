@@ -46,6 +46,7 @@ from tpu_rl.losses.log_probs import (
     token_log_probs,
 )
 from tpu_rl.losses.robust import RobustSettings
+from tpu_rl.losses.shapes import FloatRS
 from tpu_rl.ranges import Conflicts, Count, NotNegative, Positive, ReadOnlyWith, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -243,19 +244,23 @@ def loss_terms(config: DpoConfig) -> list[LossTerm]:
     return terms
 
 
-def scores_of_pairs(batch: Batch, values: Array, averaged: bool) -> preference.Pair:
+def scores_of_pairs(batch: Batch, values: FloatRS, averaged: bool) -> preference.Pair:
     """Sum (or average) values of tokens [R, S] over the completions of each pair."""
     ids = batch.rows.segment_ids
     return preference.pair_scores(values, batch.action_mask, batch.preferred, ids, averaged)
 
 
-def weighed(batch: Batch, values: Array) -> Array:
+def weighed(batch: Batch, values: FloatRS) -> FloatRS:
     """Multiply values of tokens [R, S] by `Batch.token_weights`."""
     return values if batch.token_weights is None else batch.token_weights * values
 
 
 def compared_scores(
-    matched: str | None, policy: Role, params: Params, batch: Batch, log_probs: Array | None = None
+    matched: str | None,
+    policy: Role,
+    params: Params,
+    batch: Batch,
+    log_probs: FloatRS | None = None,
 ) -> preference.Pair:
     """Compute the scores that a loss compares by rank [R, S], at every token of a pair.
 
@@ -273,7 +278,7 @@ def compared_scores(
 
 def compared_pairs(
     config: DpoConfig, terms: list[LossTerm], policy: Role, params: Params, batch: Batch
-) -> tuple[Array, preference.Pair]:
+) -> tuple[FloatRS, preference.Pair]:
     """Compute the losses [R, S] and the implicit rewards, at every token of a pair."""
     hidden = policy.hidden(params, batch.rows)
     log_probs = log_probs_of_hidden(policy, params, hidden, batch.rows).log_probs

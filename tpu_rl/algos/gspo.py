@@ -36,8 +36,9 @@ import jax.numpy as jnp
 from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
+from tpu_rl.losses.shapes import FloatRS
 from tpu_rl.ranges import Conflicts, In, Positive
-from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
+from tpu_rl.types import Algorithm, PackedRows, Roles, Sampling
 
 Level = Literal["sequence", "sequence_token", "sequence_product"]
 
@@ -66,8 +67,8 @@ class GspoConfig(GroupPolicyConfig):
 
 
 def sequence_ratio(
-    log_probs: Array, old_log_probs: Array, rows: PackedRows, normalized: bool = True
-) -> Array:
+    log_probs: FloatRS, old_log_probs: FloatRS, rows: PackedRows, normalized: bool = True
+) -> FloatRS:
     """Compute s [R, S], the same at every token of a completion; 1 outside completions.
 
     Unless `normalized`, it is policy(y) / old policy(y).
@@ -82,9 +83,9 @@ def sequence_ratio(
 
 
 def gspo_surrogate(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    advantages: FloatRS,
     rows: PackedRows,
     *,
     clip_low: float,

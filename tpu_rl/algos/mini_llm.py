@@ -30,6 +30,7 @@ from tpu_rl.losses.log_probs import frozen_log_probs, k1
 from tpu_rl.losses.policy_batch import PolicyBatch, begin
 from tpu_rl.losses.policy_gradient import clipped, policy_metrics, share_metrics
 from tpu_rl.losses.sampler_correction import SamplerCorrection, corrected_losses
+from tpu_rl.losses.shapes import BoolNT, FloatNT
 from tpu_rl.ranges import In, Share
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling, Sum
 
@@ -56,7 +57,7 @@ class MiniLlmConfig(SamplerCorrection):
         }
 
 
-def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> Array:
+def later_log_ratios(log_ratios: FloatNT, mask: BoolNT, config: MiniLlmConfig) -> FloatNT:
     """Compute the advantages A_t [N, T] of log-ratios r_t [N, T]."""
     total = advantages.returns_to_go(log_ratios, mask, config.discount) - log_ratios
     count = advantages.returns_to_go(jnp.ones_like(log_ratios), mask, config.discount) - 1

@@ -60,6 +60,7 @@ from tpu_rl.losses.policy_batch import (
     learned_tokens,
     term_of,
 )
+from tpu_rl.losses.shapes import BoolN, FloatN, NumberN
 from tpu_rl.ranges import Conflicts, CountOrNone, ReadOnlyWith, Share
 from tpu_rl.types import (
     Algorithm,
@@ -239,26 +240,26 @@ def amft_controller(config: MixedConfig) -> Controller:
     return init_state, after_update
 
 
-def group_total(rollout: Rollout, values: Array) -> Array:
+def group_total(rollout: Rollout, values: NumberN) -> FloatN:
     """Sum values [N] over the scored rows of each row's group, [N]."""
     group = jnp.searchsorted(jnp.sort(rollout.group_id), rollout.group_id)
     scored = jnp.where(rollout.scored, values, 0.0)
     return jax.ops.segment_sum(scored, group, num_segments=len(group))[group]
 
 
-def successes(rollout: Rollout, min_reward: float) -> Array:
+def successes(rollout: Rollout, min_reward: float) -> FloatN:
     """Count the completions with such a return in each row's group, [N]."""
     returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
     return group_total(rollout, returns >= min_reward)
 
 
-def without_success(rollout: Rollout, min_reward: float) -> Array:
+def without_success(rollout: Rollout, min_reward: float) -> BoolN:
     """Mark the rows [N] of a group that has scored completions, and none with such a return."""
     is_scored = group_total(rollout, jnp.ones(len(rollout.group_id))) > 0
     return (successes(rollout, min_reward) == 0) & is_scored
 
 
-def smoothed_reward(rollout: Rollout) -> Array:
+def smoothed_reward(rollout: Rollout) -> FloatN:
     """Compute the reward of a solution in each row's group, [N]: 1, or the mean return of the
     completions where one of them has at least 1."""
     returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)

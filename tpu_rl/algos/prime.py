@@ -43,6 +43,7 @@ from tpu_rl.losses.policy_batch import (
     actions_of,
     learned_tokens,
 )
+from tpu_rl.losses.shapes import BoolNT, FloatNT, IntN
 from tpu_rl.types import Algorithm, Array, Metrics, Roles, Sampling
 
 BETA = 0.05
@@ -141,7 +142,7 @@ def process_model(config: PrimeConfig, roles: Roles, temperature: float) -> Part
     return Part(batch=batch, term=term)
 
 
-def process_advantages(rewards: Array, mask: Array, group_id: Array) -> Array:
+def process_advantages(rewards: FloatNT, mask: BoolNT, group_id: IntN) -> FloatNT:
     """Compute the advantages of process rewards, [N, T]: the sum from each token on of the reward
     minus the leave-one-out mean of the group's mean rewards."""
     means = masked.mean(rewards, mask, axis=-1)

@@ -52,6 +52,7 @@ from tpu_rl.losses.log_probs import (
     vocabulary,
 )
 from tpu_rl.losses.return_distributions import Support
+from tpu_rl.losses.shapes import FloatRS, FloatRSD, FloatRSV
 from tpu_rl.ranges import (
     Conflicts,
     Count,
@@ -214,8 +215,8 @@ class Batch:
 
 
 def token_outputs(
-    config: QSharpConfig, q: Role, params: Params, rows: PackedRows, hidden: Array
-) -> Array:
+    config: QSharpConfig, q: Role, params: Params, rows: PackedRows, hidden: FloatRSD
+) -> FloatRSV:
     """Compute q's outputs for each token, [R, S, K]."""
     if config.q_type == "v":
         return q.logits(params, hidden)
@@ -230,8 +231,8 @@ def token_outputs(
 
 
 def log_probs_ahead(
-    roles: Roles, params: Params, rows: PackedRows, hidden: Array, distance: int
-) -> Array:
+    roles: Roles, params: Params, rows: PackedRows, hidden: FloatRSD, distance: int
+) -> FloatRS:
     """Compute log p of each token given the states `distance` >= 2 tokens before it, [R, S]."""
     ahead = roles["ahead"]
     vocabulary_size = vocabulary(roles["policy"], params, hidden)

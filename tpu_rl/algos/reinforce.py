@@ -43,6 +43,7 @@ from tpu_rl.losses.policy_batch import Draft, learned_tokens
 from tpu_rl.losses.policy_gradient import ClipSettings
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.losses.shapes import BoolNT
 from tpu_rl.ranges import Conflicts, In, NotNegative, Share
 from tpu_rl.types import Algorithm, Array, Roles, Rollout, Sampling
 
@@ -134,7 +135,7 @@ def returns_above_baseline(config: ReinforceConfig) -> Callable[[Draft], Draft]:
     return compare
 
 
-def baseline(config: ReinforceConfig, rollout: Rollout, learned: Array) -> Array:
+def baseline(config: ReinforceConfig, rollout: Rollout, learned: BoolNT) -> Array:
     """Compute b of each token, [N, T] or [N, 1]."""
     scored = learned.any(-1)
     match config.baseline:

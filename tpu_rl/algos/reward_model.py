@@ -46,6 +46,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.losses.preference import Pair, bradley_terry, pair_metrics, pair_scores, pair_weights
 from tpu_rl.losses.robust import RobustSettings, worst_case_by_step
+from tpu_rl.losses.shapes import FloatRSV
 from tpu_rl.ranges import Count, NotNegative, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -133,7 +134,7 @@ class Batch:
 
 def compare(
     config: RewardModelConfig, roles: Roles, params: Params, batch: Batch
-) -> tuple[Array, Pair]:
+) -> tuple[FloatRSV, Pair]:
     """Compute the losses and the rewards of both completions, [R, S, members], at every token of
     a pair; of ratings, the rewards and the scores at each end."""
     reward = roles["reward"]

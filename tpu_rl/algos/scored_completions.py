@@ -48,6 +48,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, scores_of_data
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.losses.shapes import BoolN, BoolNT, FloatN, FloatRS, IntN
 from tpu_rl.ranges import In, NotNegative, Positive, ReadOnlyWith
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -137,7 +138,7 @@ class Batch:
 
 
 def compared_pairs(
-    config: ScoredCompletionsConfig, data: ScoredCompletions, layout: Layout, compared: Array
+    config: ScoredCompletionsConfig, data: ScoredCompletions, layout: Layout, compared: BoolN
 ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array], Array]:
     """Find the pairs of completions of a prompt: each with the d-th next one.
 
@@ -166,14 +167,14 @@ def compared_pairs(
     return peers, pairs, differences, num_pairs
 
 
-def total(values: Array, batch: Batch) -> Array:
+def total(values: FloatRS, batch: Batch) -> FloatRS:
     """Sum values over the completion of each token, [R, S]."""
     return masked.sequence_total(jnp.where(batch.action_mask, values, 0.0), batch.rows.sequence_ids)
 
 
 def pair_losses(
-    config: ScoredCompletionsConfig, scores: Array, batch: Batch, old: Array | None
-) -> Array:
+    config: ScoredCompletionsConfig, scores: FloatRS, batch: Batch, old: FloatRS | None
+) -> FloatRS:
     """Average the losses over the later completions of a prompt, at each first token [R, S]."""
     losses = jnp.zeros_like(scores)
     counts = jnp.zeros_like(scores)
@@ -279,10 +280,10 @@ def scored_completions(
 def loss_weights(
     config: ScoredCompletionsConfig,
     layout: Layout,
-    first: Array,
-    best: Array,
-    num_pairs: Array,
-    gain: Array,
+    first: BoolNT,
+    best: BoolN,
+    num_pairs: FloatN,
+    gain: FloatN,
 ) -> dict[str, Array]:
     """Weigh the first token of each completion in each term of the loss.
 
@@ -316,7 +317,7 @@ def loss_weights(
     return {"best": of_best, "pairs": first * (share * num_pairs)[:, None]}
 
 
-def is_best(scores: Array, group_id: Array, exists: Array) -> Array:
+def is_best(scores: FloatN, group_id: IntN, exists: BoolN) -> BoolN:
     """Mark the first completion with the highest score of each group, [N]."""
     segment = jnp.searchsorted(jnp.sort(group_id), group_id)
     known = jnp.where(exists, scores, -jnp.inf)

@@ -28,6 +28,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.sft import Batch
 from tpu_rl.losses import divergences, masked
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
+from tpu_rl.losses.shapes import Floats, FloatsV, Ints
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -59,7 +60,7 @@ class UnlearnConfig(ranges.Checked):
         return {"policy": RoleSpec(trainable=True)}
 
 
-def ce_u(logits: Array, tokens: Array) -> Array:
+def ce_u(logits: FloatsV, tokens: Ints) -> Floats:
     """Compute -sum_{k != y} q_k log p_k for logits [..., V] and tokens y [...]."""
     is_token = jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
     without = jnp.where(is_token == tokens[..., None], -jnp.inf, logits)

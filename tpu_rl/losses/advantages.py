@@ -26,6 +26,19 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses import masked
+from tpu_rl.losses.shapes import (
+    BoolN,
+    BoolNT,
+    BoolsV,
+    FloatN,
+    FloatNT,
+    Floats,
+    FloatsV,
+    IntN,
+    IntNT,
+    NumberN,
+    NumberNT,
+)
 from tpu_rl.types import Array
 
 EPSILON = 1e-6
@@ -35,7 +48,7 @@ Advantage = Callable[[Array, Array, Array], Array]
 """(returns [N], group_id [N], lengths [N]) -> advantages [N]: a group baseline."""
 
 
-def dense_ids(ids: Array) -> Array:
+def dense_ids(ids: IntN) -> IntN:
     """Make numbers below N that are equal where `ids` [N] are."""
     return jnp.searchsorted(jnp.sort(ids), ids)
 
@@ -69,12 +82,12 @@ def _group_moments(returns: Array, group_id: Array, lengths: Array) -> tuple[Arr
     return count, centered, jnp.sqrt(variance)
 
 
-def group_centered(returns: Array, group_id: Array, lengths: Array) -> Array:
+def group_centered(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Subtract the group's mean, without scaling (Dr. GRPO, arXiv 2503.20783)."""
     return _group_moments(returns, group_id, lengths)[1]
 
 
-def group_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+def group_scaled(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Compute (return - group mean) / group standard deviation (GRPO, arXiv 2402.03300, section
     4.1.2).
 
@@ -85,7 +98,7 @@ def group_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
     return _scaled(centered, deviation)
 
 
-def batch_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+def batch_scaled(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Compute (return - group mean) / standard deviation of all returns of the batch.
 
     arXiv 2508.08221.
@@ -101,13 +114,13 @@ def _scaled(values: Array, scale: Array) -> Array:
     return jnp.where(scale > EPSILON, values / (scale + EPSILON), 0.0)
 
 
-def leave_one_out(returns: Array, group_id: Array, lengths: Array) -> Array:
+def leave_one_out(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Subtract the mean of the *other* completions of the group (RLOO, arXiv 2402.14740)."""
     count, centered, _ = _group_moments(returns, group_id, lengths)
     return centered * count / jnp.maximum(count - 1.0, 1.0)
 
 
-def length_weighted(returns: Array, group_id: Array, lengths: Array) -> Array:
+def length_weighted(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Subtract the group's mean under weights that are the lengths (OPO, arXiv 2505.23585, eq. 8).
 
     It is the baseline of least variance if the squared norm of a completion's score grows with its
@@ -120,7 +133,7 @@ def length_weighted(returns: Array, group_id: Array, lengths: Array) -> Array:
     return jnp.where(lengths > 0, centered - weighted / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-def best_minus_second(returns: Array, group_id: Array, lengths: Array) -> Array:
+def best_minus_second(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Give the best completion of a group its lead over the second best, and zero to all others.
 
     This is max_j R_j - max_{j != i} R_j, an unbiased gradient of the best of n: of pass@n if
@@ -134,13 +147,13 @@ def best_minus_second(returns: Array, group_id: Array, lengths: Array) -> Array:
     return jnp.where(is_best & is_alone & jnp.isfinite(second), best - second, 0.0)
 
 
-def best_minus_second_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+def best_minus_second_scaled(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Divide `best_minus_second` by the group's standard deviation (verl's default)."""
     _, _, deviation = _group_moments(returns, group_id, lengths)
     return _scaled(best_minus_second(returns, group_id, lengths), deviation)
 
 
-def mean_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+def mean_scaled(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Compute (return - group mean) / group mean, for returns of at least 0 (MaxRL, arXiv
     2602.02710).
 
@@ -153,7 +166,7 @@ def mean_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
     return _scaled(centered, total / jnp.maximum(count, 1.0))
 
 
-def unequal_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
+def unequal_groups(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Subtract the group's mean, and multiply by N / (completions in groups of unequal returns).
 
     GPG, arXiv 2504.02546, eq. 5, with f_norm 1. verl counts the completions whose return is not 0
@@ -165,12 +178,12 @@ def unequal_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
     return centered * scored.sum() / jnp.maximum(unequal, 1)
 
 
-def group_count(returns: Array, group_id: Array, lengths: Array) -> Array:
+def group_count(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Compute the number of scored completions in each row's group, [N]."""
     return _group_moments(returns, group_id, lengths)[0]
 
 
-def group_success(returns: Array, group_id: Array, lengths: Array) -> Array:
+def group_success(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Compute the share of the scored completions of each row's group whose return is above 0, [N].
 
     Zero for rows that are not scored.
@@ -178,7 +191,7 @@ def group_success(returns: Array, group_id: Array, lengths: Array) -> Array:
     return group_mean(jnp.where(returns > 0, 1.0, 0.0), group_id, lengths)
 
 
-def group_mean(returns: Array, group_id: Array, lengths: Array) -> Array:
+def group_mean(returns: FloatN, group_id: IntN, lengths: NumberN) -> FloatN:
     """Compute the mean over the scored completions of each row's group, [N].
 
     Zero for rows that are not scored.
@@ -187,7 +200,7 @@ def group_mean(returns: Array, group_id: Array, lengths: Array) -> Array:
     return jnp.where(lengths > 0, returns - centered, 0.0)
 
 
-def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
+def soft_overlong_penalty(lengths: IntN, limit: int, buffer: int) -> FloatN:
     """Compute a penalty that falls linearly over the last `buffer` tokens before the limit, [N].
 
     It is 0 up to limit - buffer tokens and -1 at `limit` (DAPO, arXiv 2503.14476, eq. 13).
@@ -199,13 +212,13 @@ def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
 
 
 def gae(
-    rewards: Array,
-    values: Array,
-    mask: Array,
+    rewards: FloatNT,
+    values: FloatNT,
+    mask: BoolNT,
     gamma: float,
-    lam: float | Array,
-    episode_id: Array | None = None,
-) -> Array:
+    lam: float | FloatN,
+    episode_id: IntN | None = None,
+) -> FloatNT:
     """Compute generalized advantage estimates (arXiv 1506.02438, eq. 16), [N, T].
 
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1}
@@ -215,12 +228,10 @@ def gae(
     judges. After a row of an episode comes the first action of its next row.
 
     Args:
-      rewards: [N, T].
-      values: [N, T]; values[n, t] is V of the state *before* token t.
-      mask: [N, T] bool; the sums are over these tokens, and the result is zero at others.
+      values: values[n, t] is V of the state *before* token t.
+      mask: the sums are over these tokens, and the result is zero at others.
       gamma: discount.
       lam: lambda, a number or [N].
-      episode_id: [N] or None.
     """
     lam = jnp.broadcast_to(jnp.asarray(lam, values.dtype), values.shape[:1])
     last_values = jnp.zeros_like(values[:, 0])
@@ -252,13 +263,13 @@ def gae(
 
 
 def returns_to_go(
-    rewards: Array, mask: Array, gamma: float = 1.0, episode_id: Array | None = None
-) -> Array:
+    rewards: FloatNT, mask: BoolNT, gamma: float = 1.0, episode_id: IntN | None = None
+) -> FloatNT:
     """Compute G_t = r_t + gamma G_{t+1}, [N, T]: `gae` without a critic."""
     return gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode_id)
 
 
-def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
+def length_adaptive_lambda(lengths: IntN, alpha: float) -> FloatN:
     """Compute 1 - 1 / (alpha l) for lengths l [N] in tokens (VAPO, arXiv 2504.05118, section 4.2).
 
     The weights lam^t of a trace then add up to alpha l. Below 1 / alpha tokens the formula is
@@ -267,7 +278,7 @@ def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
     return jnp.clip(1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1)), 0.0, 1.0)
 
 
-def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
+def optimal_value(returns: FloatsV, scored: BoolsV, beta: float) -> Floats:
     """Compute beta log mean exp(return / beta) over the last axis, [..., n] -> [...].
 
     This estimates V*(x) of the KL-regularized problem from n completions of the reference (A*-PO,
@@ -280,14 +291,14 @@ def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
 # --- turns ---
 
 
-def step_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) -> Array | None:
+def step_ends(tokens: IntNT, action_mask: BoolNT, separators: tuple[int, ...]) -> BoolNT | None:
     """Mark actions that are one of these tokens, [N, T]; None without separators."""
     if not separators:
         return None
     return action_mask & jnp.isin(tokens, jnp.asarray(separators, tokens.dtype))
 
 
-def thoughts(tokens: Array, action_mask: Array, end: tuple[int, ...]) -> Array:
+def thoughts(tokens: IntNT, action_mask: BoolNT, end: tuple[int, ...]) -> BoolNT:
     """Mark the actions of thoughts, [N, T]: those up to the first `end` of a row.
 
     `end` are the ids of the tokens that end a thought, in their order; they are of the thought,
@@ -305,15 +316,15 @@ def thoughts(tokens: Array, action_mask: Array, end: tuple[int, ...]) -> Array:
     return action_mask & ~is_over
 
 
-def turn_starts(action_mask: Array, ends: Array | None = None) -> Array:
+def turn_starts(action_mask: BoolNT, ends: BoolNT | None = None) -> BoolNT:
     """Mark the first action of each turn, [N, T]."""
     continues = action_mask if ends is None else action_mask & ~ends
     return action_mask & ~jnp.pad(continues, ((0, 0), (1, 0)))[:, :-1]
 
 
 def turn_ids(
-    action_mask: Array, episode_id: Array | None = None, ends: Array | None = None
-) -> Array:
+    action_mask: BoolNT, episode_id: IntN | None = None, ends: BoolNT | None = None
+) -> IntNT:
     """Compute the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
     return jnp.where(action_mask, _so_far(turn_starts(action_mask, ends), episode_id), 0)
 
@@ -329,7 +340,7 @@ def _so_far(values: Array, episode_id: Array | None) -> Array:
     return sums + (before_row - before_episode[segment])[:, None]
 
 
-def turn_sums(values: Array, action_mask: Array, ends: Array | None = None) -> Array:
+def turn_sums(values: FloatNT, action_mask: BoolNT, ends: BoolNT | None = None) -> FloatNT:
     """Compute, at the first action of each turn, the sum over the turn; 0 elsewhere, [N, T]."""
 
     def step(following: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
@@ -343,7 +354,7 @@ def turn_sums(values: Array, action_mask: Array, ends: Array | None = None) -> A
     return jnp.where(starts, sums, 0.0)
 
 
-def over_turns(values: Array, action_mask: Array, ends: Array | None = None) -> Array:
+def over_turns(values: NumberNT, action_mask: BoolNT, ends: BoolNT | None = None) -> NumberNT:
     """Give every token of a turn the value at the turn's first action; 0 elsewhere, [N, T]."""
     columns = jnp.arange(action_mask.shape[1])[None]
     start = jax.lax.cummax(jnp.where(turn_starts(action_mask, ends), columns, 0), axis=1)
@@ -351,14 +362,14 @@ def over_turns(values: Array, action_mask: Array, ends: Array | None = None) -> 
 
 
 def turn_gae(
-    rewards: Array,
-    values: Array,
-    mask: Array,
+    rewards: FloatNT,
+    values: FloatNT,
+    mask: BoolNT,
     gamma: float,
-    lam: float | Array,
-    episode_id: Array | None = None,
-    ends: Array | None = None,
-) -> Array:
+    lam: float | FloatN,
+    episode_id: IntN | None = None,
+    ends: BoolNT | None = None,
+) -> FloatNT:
     """Compute `gae` with turns in place of tokens, [N, T].
 
         delta_k = R_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}
@@ -372,26 +383,26 @@ def turn_gae(
 
 
 def turn_returns(
-    rewards: Array,
-    mask: Array,
+    rewards: FloatNT,
+    mask: BoolNT,
     gamma: float = 1.0,
-    episode_id: Array | None = None,
-    ends: Array | None = None,
-) -> Array:
+    episode_id: IntN | None = None,
+    ends: BoolNT | None = None,
+) -> FloatNT:
     """Compute G_k = R_k + gamma G_{k+1} of turns k, at every token of the turn, [N, T]."""
     return turn_gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode_id, ends)
 
 
 def of_rewards(
     advantage: Advantage,
-    rewards: Array,
-    mask: Array,
-    group_id: Array,
-    scored: Array,
+    rewards: FloatNT,
+    mask: BoolNT,
+    group_id: IntN,
+    scored: BoolN,
     gamma: float = 1.0,
-    episode_id: Array | None = None,
-    ends: Array | None = None,
-) -> Array:
+    episode_id: IntN | None = None,
+    ends: BoolNT | None = None,
+) -> FloatNT:
     """Compare the rewards of all turns of a group, and add up those from each turn on, [N, T].
 
         A_ik = r_ik + gamma A_i(k+1),  r_ik = (R_ik - mean R) / std R over the turns of the group
@@ -410,13 +421,13 @@ def of_rewards(
 
 def per_turn(
     advantage: Advantage,
-    returns: Array,
-    mask: Array,
-    group_id: Array,
-    scored: Array,
-    episode_id: Array | None = None,
-    ends: Array | None = None,
-) -> Array:
+    returns: FloatNT,
+    mask: BoolNT,
+    group_id: IntN,
+    scored: BoolN,
+    episode_id: IntN | None = None,
+    ends: BoolNT | None = None,
+) -> FloatNT:
     """Compare the returns of turn k with those of the group's other turns k, [N, T].
 
     Episodes without a turn k are no part of the comparison. A turn that only one episode of its
@@ -426,10 +437,6 @@ def per_turn(
       advantage: a group baseline, such as `group_scaled`.
       returns: [N, T]; the one at a turn's first action counts.
       mask: [N, T] bool, the actions.
-      group_id: [N].
-      scored: [N] bool.
-      episode_id: [N] or None.
-      ends: [N, T] bool or None.
     """
     turns = turn_ids(mask, episode_id, ends)
     compared = dense_ids(group_id)[:, None] * (turns.max() + 1) + turns
@@ -438,13 +445,13 @@ def per_turn(
 
 def per_token(
     advantage: Advantage,
-    returns: Array,
-    mask: Array,
-    group_id: Array,
-    scored: Array,
-    score_norms: Array,
-    episode_id: Array | None = None,
-) -> Array:
+    returns: FloatNT,
+    mask: BoolNT,
+    group_id: IntN,
+    scored: BoolN,
+    score_norms: FloatNT,
+    episode_id: IntN | None = None,
+) -> FloatNT:
     """Compare the returns from the k-th action on with those of the group's other k-th actions,
     [N, T].
 
@@ -464,8 +471,13 @@ def per_token(
 
 
 def per_state(
-    advantage: Advantage, returns: Array, tokens: Array, mask: Array, group_id: Array, scored: Array
-) -> Array:
+    advantage: Advantage,
+    returns: FloatNT,
+    tokens: IntNT,
+    mask: BoolNT,
+    group_id: IntN,
+    scored: BoolN,
+) -> FloatNT:
     """Compare the returns of turns that answer the same observation, within a group, [N, T].
 
     These are the step groups of GiGPO (arXiv 2505.10978): an episode that comes to a state twice is
@@ -494,7 +506,7 @@ def _compare_turns(
     return over_turns(values.reshape(mask.shape), mask, ends)
 
 
-def observation_ids(tokens: Array, mask: Array, group_id: Array) -> Array:
+def observation_ids(tokens: IntNT, mask: BoolNT, group_id: IntN) -> IntNT:
     """Make numbers that are equal where the same observation precedes a turn of a group, [N, T].
 
     Only those at the first actions of turns have a meaning. Observations are compared by two hashes
@@ -525,11 +537,11 @@ def observation_ids(tokens: Array, mask: Array, group_id: Array) -> Array:
 
 def per_episode(
     advantage: Advantage,
-    returns: Array,
-    group_id: Array,
-    lengths: Array,
-    episode_id: Array | None = None,
-) -> Array:
+    returns: FloatN,
+    group_id: IntN,
+    lengths: NumberN,
+    episode_id: IntN | None = None,
+) -> FloatN:
     """Compare the returns of episodes with those of their group, [N].
 
     The return of an episode is the sum over its scored rows. It counts once, and each of these rows
@@ -549,7 +561,7 @@ def per_episode(
     return jnp.where(scored, values[jnp.minimum(first, size - 1)], 0.0)
 
 
-def episode_totals(values: Array, episode_id: Array | None) -> Array:
+def episode_totals(values: FloatN, episode_id: IntN | None) -> FloatN:
     """Compute the sum of `values` [N] over the rows of each row's episode, [N]."""
     if episode_id is None:
         return values
@@ -557,7 +569,7 @@ def episode_totals(values: Array, episode_id: Array | None) -> Array:
     return jax.ops.segment_sum(values, segment, num_segments=len(segment))[segment]
 
 
-def episode_lengths(starts: Array, ends: Array, episode_id: Array) -> Array:
+def episode_lengths(starts: IntN, ends: IntN, episode_id: IntN) -> IntN:
     """Compute the largest end of the rows of an episode minus the start of its first, [N]."""
     size = len(ends)
     segment = _episode_segments(episode_id)

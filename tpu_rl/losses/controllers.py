@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses.policy_batch import Controller
+from tpu_rl.losses.shapes import Bools
 from tpu_rl.types import Array, Params, no_state, unchanged
 
 
@@ -36,7 +37,7 @@ def combined(controllers: Mapping[str, Controller]) -> Controller:
     return init_state, after_update
 
 
-def is_empty(metrics: Mapping[str, Array]) -> Array:
+def is_empty(metrics: Mapping[str, Array]) -> Bools:
     """Say whether the step had no weight on any token, [] bool, from its reduced metrics."""
     return jnp.asarray(metrics.get("optim/empty", 0.0)) > 0
 

@@ -13,8 +13,9 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.losses.log_probs import frozen_score_norms
 from tpu_rl.losses.policy_batch import Draft, learned_tokens
+from tpu_rl.losses.shapes import FloatN, FloatNT
 from tpu_rl.ranges import In, NotNegative, ReadOnlyWith
-from tpu_rl.types import Array, Rollout
+from tpu_rl.types import Rollout
 
 Credit = Literal["episode", "turn", "step", "token", "reward"]
 """Things that a group compares: episodes, their k-th turns, GiGPO's step groups, their k-th tokens,
@@ -100,15 +101,15 @@ def of_groups(
 
 def credited_advantages(
     rollout: Rollout,
-    rewards: Array,
-    returns: Array,
+    rewards: FloatNT,
+    returns: FloatN,
     advantage: advantages.Advantage,
     credit: Credit = "episode",
     gamma: float = 1.0,
     step_coef: float = 1.0,
-    score_norms: Array | None = None,
+    score_norms: FloatNT | None = None,
     separators: tuple[int, ...] = (),
-) -> Array:
+) -> FloatNT:
     """Compute the advantages of actions relative to their group, [N, T].
 
         episode   A_i of the whole return R_i, the same at all tokens of the episode
@@ -161,7 +162,7 @@ def credited_advantages(
 
 def compared_turns(
     rollout: Rollout, credit: Credit, separators: tuple[int, ...] = ()
-) -> Array | None:
+) -> FloatNT | None:
     """Give 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T].
 
     None if a group compares episodes, or all turns with each other.

@@ -11,15 +11,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.losses.shapes import Floats, FloatsV
 from tpu_rl.types import Array
 
 
-def log_softmax(logits: Array) -> Array:
+def log_softmax(logits: FloatsV) -> FloatsV:
     """Compute the log-probabilities of logits [..., V]."""
     return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def kl(p_logits: Array, q_logits: Array) -> Array:
+def kl(p_logits: FloatsV, q_logits: FloatsV) -> Floats:
     """Compute KL(P || Q) = sum_v P(v) log(P(v) / Q(v))."""
     return _kl(log_softmax(p_logits), log_softmax(q_logits))
 
@@ -28,7 +29,7 @@ def _kl(log_p: Array, log_q: Array) -> Array:
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
-def jensen_shannon(student_logits: Array, teacher_logits: Array, beta: float) -> Array:
+def jensen_shannon(student_logits: FloatsV, teacher_logits: FloatsV, beta: float) -> Floats:
     """Compute the generalized Jensen-Shannon divergence of teacher P and student Q (GKD, arXiv
     2306.13649, eq. 1).
 
@@ -49,7 +50,7 @@ def jensen_shannon(student_logits: Array, teacher_logits: Array, beta: float) ->
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def total_variation(p_logits: Array, q_logits: Array, half: bool = True) -> Array:
+def total_variation(p_logits: FloatsV, q_logits: FloatsV, half: bool = True) -> Floats:
     """Compute 1/2 sum_v |P(v) - Q(v)|, from 0 to 1.
 
     It is the largest difference in the probability of any event.

@@ -13,6 +13,7 @@ from tpu_rl import ranges
 from tpu_rl.losses import masked
 from tpu_rl.losses.controllers import is_empty
 from tpu_rl.losses.policy_batch import Controller, Draft, Part, PolicyBatch, Prediction
+from tpu_rl.losses.shapes import BoolNT, FloatNT
 from tpu_rl.ranges import In, NotNegative, Positive
 from tpu_rl.types import Array, Metrics, Params
 
@@ -91,7 +92,7 @@ def top_entropy_tokens(share: float) -> Part:
     return Part(draft, losses=losses)
 
 
-def top_entropy(entropy: Array, learned: Array, share: float) -> Array:
+def top_entropy(entropy: FloatNT, learned: BoolNT, share: float) -> FloatNT:
     """Give 1.0 at learned tokens whose entropy is among the top `share` of the batch, [N, T].
 
     arXiv 2506.01939, where the share is 0.2. The quantile is that of all learned tokens of the

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import over_actions, token_log_probs, tokens_at_once, vocabulary
+from tpu_rl.losses.shapes import BoolRS, FloatRS, IntRS
 from tpu_rl.types import MIXED_INPUTS, Array, PackedRows, Params, Role
 
 MIX = 0.2
@@ -28,7 +29,7 @@ GAMMA = 0.95
 """Discount per token of the losses after a token."""
 
 
-def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) -> Array:
+def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: BoolRS) -> IntRS:
     """Compute the policy's likeliest token at the place of each token in `mask`, and the token
     itself elsewhere, [R, S] int32, without gradients."""
 
@@ -42,8 +43,8 @@ def likeliest_tokens(role: Role, params: Params, rows: PackedRows, mask: Array) 
 
 
 def mixed_log_probs(
-    role: Role, params: Params, rows: PackedRows, mask: Array, name: str = "policy"
-) -> Array:
+    role: Role, params: Params, rows: PackedRows, mask: BoolRS, name: str = "policy"
+) -> FloatRS:
     """Compute the log-probs of tokens after mixed inputs, [R, S].
 
     Args:
@@ -57,7 +58,7 @@ def mixed_log_probs(
     return token_log_probs(role, params, rows).log_probs
 
 
-def propagated(losses: Array, weights: Array, sequence_ids: Array) -> Array:
+def propagated(losses: FloatRS, weights: FloatRS, sequence_ids: IntRS) -> FloatRS:
     """Compute sum_t l_t c_t / sum_t c_t of each token's own sequence, [R, S].
 
     Args:

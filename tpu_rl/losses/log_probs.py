@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from tpu_rl.losses.shapes import FloatMKRS, FloatRS, FloatRSD, Floats, FloatsV, Ints, Scalar
 from tpu_rl.sums import tree_sum
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import Array, PackedRows, Params, Role
@@ -47,7 +48,7 @@ def token_log_probs(
     role: Role,
     params: Params,
     rows: PackedRows,
-    temperature: Array | float = 1.0,
+    temperature: Scalar | float = 1.0,
     *,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
@@ -74,8 +75,8 @@ def token_log_probs(
 
 
 def frozen_log_probs(
-    role: Role, params: Params, rows: PackedRows, temperature: Array | float = 1.0
-) -> Array:
+    role: Role, params: Params, rows: PackedRows, temperature: Scalar | float = 1.0
+) -> FloatMKRS:
     """Compute log-probs of a whole batch [M, K, R, S], without gradients.
 
     It takes one micro-batch at a time. For make_batch.
@@ -88,8 +89,8 @@ def frozen_log_probs(
 
 
 def frozen_score_norms(
-    role: Role, params: Params, rows: PackedRows, temperature: Array | float = 1.0
-) -> Array:
+    role: Role, params: Params, rows: PackedRows, temperature: Scalar | float = 1.0
+) -> FloatMKRS:
     """Compute |d log p(token) / d logits|^2 of a whole batch [M, K, R, S], without gradients.
 
     It is 1 - 2 p(token) + sum_v p(v)^2, with the logits over the temperature. Zero at tokens that
@@ -112,9 +113,9 @@ def frozen_score_norms(
 def log_probs_of_hidden(
     role: Role,
     params: Params,
-    hidden: Array,
+    hidden: FloatRSD,
     rows: PackedRows,
-    temperature: Array | float = 1.0,
+    temperature: Scalar | float = 1.0,
     *,
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
@@ -138,7 +139,7 @@ def log_probs_of_hidden(
     return TokenLogProbs(jnp.where(predicted, log_probs, 0.0), jnp.where(predicted, entropy, 0.0))
 
 
-def log_collision(role: Role, params: Params, hidden: Array, rows: PackedRows) -> Array:
+def log_collision(role: Role, params: Params, hidden: FloatRSD, rows: PackedRows) -> FloatRS:
     """Compute log sum_v p(v)^2 of the distribution of each action, [R, S], without gradients.
 
     It is the expectation of p under p itself: the probability that two samples are equal.
@@ -152,7 +153,7 @@ def log_collision(role: Role, params: Params, hidden: Array, rows: PackedRows) -
     return jax.lax.stop_gradient(collision)
 
 
-def predicting(states: Array, rows: PackedRows) -> Array:
+def predicting(states: FloatRSD, rows: PackedRows) -> FloatRSD:
     """Give each token the state of the token that it follows, [R, S, D] -> [R, S, D].
 
     The shift between tokens and the states that predict them happens here and, for actions only, in
@@ -166,7 +167,7 @@ def following(states: Array, previous: Array) -> Array:
     return jnp.take_along_axis(states, previous[..., None], axis=1)
 
 
-def vocabulary(role: Role, params: Params, hidden: Array) -> int:
+def vocabulary(role: Role, params: Params, hidden: FloatRSD) -> int:
     """Compute the number of logits that a role has per hidden state."""
     return jax.eval_shape(role.logits, params, hidden).shape[-1]
 
@@ -361,7 +362,9 @@ def _gradients(
     return tuple(gradients[:count]), tuple(gradients[count:])
 
 
-def log_probs_of_logits(logits: Array, tokens: Array, exact: bool = False) -> tuple[Array, Array]:
+def log_probs_of_logits(
+    logits: FloatsV, tokens: Ints, exact: bool = False
+) -> tuple[Floats, Floats]:
     """Compute log-probs and entropies [...] of tokens [...] under logits [..., V].
 
     It is logit - max - log(sum(exp(logits - max))), in the order of `sampler.token_sampling`. With
@@ -431,12 +434,12 @@ _log_probs_of_logits.defvjp(
 # J. Schulman, "Approximating KL divergence". `losses.reference_kl` says which gradients they have.
 
 
-def k1(log_probs: Array, reference_log_probs: Array) -> Array:
+def k1(log_probs: Floats, reference_log_probs: Floats) -> Floats:
     """Compute log(policy / reference): unbiased, high variance, may be negative."""
     return log_probs - reference_log_probs
 
 
-def k2(log_probs: Array, reference_log_probs: Array) -> Array:
+def k2(log_probs: Floats, reference_log_probs: Floats) -> Floats:
     """Compute half the squared log-ratio.
 
     It is biased, but on policy its expected gradient is exactly that of the KL.
@@ -444,7 +447,7 @@ def k2(log_probs: Array, reference_log_probs: Array) -> Array:
     return 0.5 * jnp.square(log_probs - reference_log_probs)
 
 
-def k3(log_probs: Array, reference_log_probs: Array) -> Array:
+def k3(log_probs: Floats, reference_log_probs: Floats) -> Floats:
     """Compute reference / policy - 1 - log(reference / policy): unbiased and never negative."""
     difference = reference_log_probs - log_probs
     return jnp.expm1(difference) - difference

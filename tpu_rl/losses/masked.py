@@ -13,6 +13,17 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.losses.shapes import (
+    BoolNT,
+    BoolRS,
+    Bools,
+    FloatNT,
+    FloatRS,
+    Floats,
+    IntN,
+    IntRS,
+    NumberNT,
+)
 from tpu_rl.types import Array, Sum
 
 
@@ -26,23 +37,23 @@ def mean(values: Array, mask: Array, axis: int | tuple[int, ...] | None = None) 
     return total(values, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
 
 
-def last(mask: Array) -> Array:
+def last(mask: BoolRS) -> BoolRS:
     """Mark the last token of each row's mask, [N, T]."""
     following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
     return mask & (following == 1)
 
 
-def average(values: Array, mask: Array) -> Sum:
+def average(values: Floats, mask: Bools) -> Sum:
     """Make a metric: the mean of `values` where `mask` is True."""
     return Sum(total(values, mask), mask.sum().astype(jnp.float32))
 
 
-def weighted_average(values: Array, weights: Array) -> Sum:
+def weighted_average(values: Floats, weights: Floats) -> Sum:
     """Make a metric: the mean of `values` under `weights`; zero weights count nothing."""
     return Sum(total(weights * values, weights > 0), weights.sum())
 
 
-def whiten(values: Array, mask: Array, shift_mean: bool = True, epsilon: float = 1e-8) -> Array:
+def whiten(values: Floats, mask: Bools, shift_mean: bool = True, epsilon: float = 1e-8) -> Floats:
     """Scale `values` to variance one over the mask, and shift them to mean zero if `shift_mean`."""
     # Subtract the smallest value first. The float32 mean of many equal values is not quite their
     # value, and dividing that rounding error by itself would give an advantage near one.
@@ -54,7 +65,7 @@ def whiten(values: Array, mask: Array, shift_mean: bool = True, epsilon: float =
     return jnp.where(mask, white if shift_mean else white + center + smallest, 0.0)
 
 
-def sequence_total(values: Array, sequence_ids: Array) -> Array:
+def sequence_total(values: FloatRS, sequence_ids: IntRS) -> FloatRS:
     """Sum `values` over each token's own sequence, in packed rows.
 
     Args:
@@ -74,7 +85,7 @@ def sequence_total(values: Array, sequence_ids: Array) -> Array:
     return jax.vmap(row_totals)(values, sequence_ids)
 
 
-def sequence_count(mask: Array, sequence_ids: Array) -> Array:
+def sequence_count(mask: BoolRS, sequence_ids: IntRS) -> Array:
     """Count the sequences, [], that have a token in `mask`, in packed rows [R, S]."""
 
     def row_count(row: Array, ids: Array) -> Array:
@@ -84,7 +95,7 @@ def sequence_count(mask: Array, sequence_ids: Array) -> Array:
     return jax.vmap(row_count)(mask, sequence_ids).sum()
 
 
-def sequence_max(values: Array, sequence_ids: Array) -> Array:
+def sequence_max(values: FloatRS, sequence_ids: IntRS) -> FloatRS:
     """Compute the largest value of each token's own sequence, in packed rows [R, S] -> [R, S].
 
     Zero where the sequence id is 0; see `sequence_total`.
@@ -108,7 +119,7 @@ Weighting = Callable[[Array, Array, int], Array]
 LossAggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 
 
-def token_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
+def token_mean(mask: NumberNT, minibatch: IntN, minibatches: int) -> FloatNT:
     """Weigh every token of the step alike: 1 / number of tokens (DAPO, arXiv 2503.14476).
 
     In place of a mask, tokens may have weights, which then sum to 1 over the step.
@@ -116,7 +127,7 @@ def token_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
     return mask / _per_minibatch(mask.sum(-1), minibatch, minibatches)
 
 
-def sequence_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
+def sequence_mean(mask: BoolNT, minibatch: IntN, minibatches: int) -> FloatNT:
     """Weigh every sequence alike, and its tokens alike: 1 / (number of sequences x its length).
 
     This is GRPO's original aggregation (arXiv 2402.03300).
@@ -125,7 +136,7 @@ def sequence_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
     return mask / lengths / _per_minibatch(mask.any(-1), minibatch, minibatches)
 
 
-def constant_length(mask: Array, minibatch: Array, minibatches: int, length: int) -> Array:
+def constant_length(mask: BoolNT, minibatch: IntN, minibatches: int, length: int) -> FloatNT:
     """Weigh every token 1 / (number of sequences x a constant length).
 
     Unlike the other two it has no length bias (Dr. GRPO, arXiv 2503.20783). With length 1 it is the

@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.losses.shapes import BoolsV, FloatsV
 from tpu_rl.types import Array, PackedRows, Params, Role
 
 SAMPLED_DROP = 1e9
@@ -23,7 +24,7 @@ LEARNED_DROP = 20.0
 """Nats by which the trainer drops a token."""
 
 
-def is_inside(logits: Array, top_p: float) -> Array:
+def is_inside(logits: FloatsV, top_p: float) -> BoolsV:
     """Say whether each token is in the nucleus of softmax(logits [..., V]), [..., V] bool.
 
     Tokens as likely as the last one that is needed are inside, too.
@@ -35,7 +36,7 @@ def is_inside(logits: Array, top_p: float) -> Array:
     return probs >= least
 
 
-def restrict(logits: Array, others: Array, top_p: float, drop: float) -> Array:
+def restrict(logits: FloatsV, others: FloatsV, top_p: float, drop: float) -> FloatsV:
     """Compute logits [..., V], less `drop` outside of the nucleus of the others [..., V]."""
     return jnp.where(is_inside(jax.lax.stop_gradient(others), top_p), logits, logits - drop)
 

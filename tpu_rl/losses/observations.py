@@ -21,6 +21,7 @@ from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, actions_of, weighted_term
+from tpu_rl.losses.shapes import BoolNT
 from tpu_rl.ranges import NotNegative
 from tpu_rl.types import Array, Layout, Rollout
 
@@ -38,7 +39,7 @@ class ObservationLoss(ranges.Checked):
         return (observation_loss(self.observation_coef),) if self.observation_coef else ()
 
 
-def observed(rollout: Rollout) -> Array:
+def observed(rollout: Rollout) -> BoolNT:
     """Mark the observations of scored rows of the policy, each token once, [N, T] bool."""
     actions = actions_of(rollout)
     begun = jnp.cumsum(actions, axis=1) > 0

@@ -18,6 +18,7 @@ from flax import struct
 
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs, token_log_probs
+from tpu_rl.losses.shapes import BoolNT, FloatRS, Scalar
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Array,
@@ -154,7 +155,7 @@ def begin(
     experience: Experience,
     params: Params,
     policy: Role,
-    temperature: Array | float,
+    temperature: Scalar | float,
     max_new_tokens: int = 0,
 ) -> Draft:
     """Begin a batch: rewards as they are, and all actions of scored rows learned."""
@@ -242,19 +243,19 @@ def weighted_term(
     return Part(batch=batch, term=term)
 
 
-def term_of(name: str, losses: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
+def term_of(name: str, losses: FloatRS, batch: PolicyBatch) -> tuple[Scalar, Metrics]:
     """Compute the sum over tokens [R, S] of the weights `name` times the losses, and its metric."""
     weights = batch.weights[name]
     value = masked.total(weights * losses, weights > 0)
     return value, {f"policy/{name}_loss": Sum(value, weights.sum())}
 
 
-def learned_tokens(rollout: Rollout) -> Array:
+def learned_tokens(rollout: Rollout) -> BoolNT:
     """Mark the actions of scored rows, [N, T] bool."""
     return rollout.action_mask & rollout.scored[:, None]
 
 
-def actions_of(rollout: Rollout, source: RowSource = RowSource.POLICY) -> Array:
+def actions_of(rollout: Rollout, source: RowSource = RowSource.POLICY) -> BoolNT:
     """Mark the actions of the rows of one source, [N, T] bool.
 
     Metrics of the policy (ratio, entropy, KL, gap to the sampler) are about its own.

@@ -19,6 +19,7 @@ from tpu_rl import ranges
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs, k3
 from tpu_rl.losses.policy_batch import Part, PolicyBatch, Prediction
+from tpu_rl.losses.shapes import BoolRS, FloatRS, FloatRSD, Floats, Scalar
 from tpu_rl.ranges import In, Positive
 from tpu_rl.types import Array, First, Max, Metrics, Min, PackedRows, Params, PerToken, Sum
 
@@ -44,12 +45,12 @@ over a sequence is one over its actions (`masked.sequence_total`).
 """
 
 
-def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
+def importance_ratio(log_probs: Floats, old_log_probs: Floats) -> Floats:
     """Compute policy / old policy of each token."""
     return jnp.exp(log_probs - old_log_probs)
 
 
-def clipped_loss(ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> Array:
+def clipped_loss(ratio: Floats, advantages: Floats, clip_low: float, clip_high: float) -> Floats:
     """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
     PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO.
@@ -58,15 +59,15 @@ def clipped_loss(ratio: Array, advantages: Array, clip_low: float, clip_high: fl
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
-def dual_clipped_loss(losses: Array, advantages: Array, bound: float) -> Array:
+def dual_clipped_loss(losses: Floats, advantages: Floats, bound: float) -> Floats:
     """Cap the losses of bad actions at bound x |A|, so that a huge ratio cannot dominate (arXiv
     1912.09729)."""
     return jnp.where(advantages < 0, jnp.minimum(losses, -bound * advantages), losses)
 
 
 def clipped_ratio_surrogate(
-    ratio: Array,
-    advantages: Array,
+    ratio: Floats,
+    advantages: Floats,
     *,
     clip_low: float,
     clip_high: float,
@@ -88,9 +89,9 @@ def clipped_ratio_surrogate(
 
 
 def clipped_surrogate(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: Floats,
+    old_log_probs: Floats,
+    advantages: Floats,
     rows: PackedRows,
     *,
     clip_low: float,
@@ -113,8 +114,8 @@ def policy_loss(
     surrogate: SurrogateFunction,
     parts: Sequence[Part] = (),
     params: Params = MappingProxyType({}),
-    hidden: Array | None = None,
-) -> tuple[Array, Metrics]:
+    hidden: FloatRSD | None = None,
+) -> tuple[Scalar, Metrics]:
     """Compute the loss of a micro-batch and its metrics.
 
         sum_t w_t losses_t + the terms of the parts,    losses as the parts change them
@@ -167,10 +168,10 @@ def share_metrics(batch: PolicyBatch) -> Metrics:
 
 def policy_metrics(
     surrogate: Surrogate,
-    mask: Array,
-    log_probs: Array,
-    old_log_probs: Array,
-    sampler_log_probs: Array | None = None,
+    mask: BoolRS,
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    sampler_log_probs: FloatRS | None = None,
 ) -> Metrics:
     """Compute the metrics of every method with an importance ratio, over the tokens in `mask`.
 
@@ -197,7 +198,7 @@ def policy_metrics(
 
 
 def token_metrics(
-    policy: TokenLogProbs, mask: Array, sampler_log_probs: Array | None, old_log_probs: Array
+    policy: TokenLogProbs, mask: BoolRS, sampler_log_probs: FloatRS | None, old_log_probs: FloatRS
 ) -> Metrics:
     """Collect the numbers of single tokens: entropy, and trainer's minus sampler's log-prob.
 
@@ -212,7 +213,7 @@ def token_metrics(
 
 
 def unclipped(
-    log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows
+    log_probs: Floats, old_log_probs: Floats, advantages: Floats, rows: PackedRows
 ) -> Surrogate:
     """Compute -ratio A of each token."""
     ratio = importance_ratio(log_probs, old_log_probs)

@@ -18,6 +18,18 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import masked
 from tpu_rl.losses.advantages import dense_ids
+from tpu_rl.losses.shapes import (
+    BoolN,
+    BoolNT,
+    BoolRS,
+    Bools,
+    FloatNT,
+    FloatRS,
+    Floats,
+    IntN,
+    IntNT,
+    IntRS,
+)
 from tpu_rl.types import Array, Metrics
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
@@ -37,14 +49,17 @@ class Pair(NamedTuple):
 
 
 def pair_scores(
-    values: Array, action_mask: Array, preferred: Array, segment_ids: Array, averaged: bool = False
+    values: FloatRS,
+    action_mask: BoolRS,
+    preferred: BoolRS,
+    segment_ids: IntRS,
+    averaged: bool = False,
 ) -> Pair:
     """Sum or average `values` over the chosen and over the rejected completion of each pair.
 
     A pair stands in one segment as a whole (`packing.assign_slots` with whole_groups).
 
     Args:
-      values: [R, S].
       action_mask: [R, S] bool, the tokens to sum over.
       preferred: [R, S] bool, True if the token's completion is the preferred one.
       segment_ids: [R, S], as in `types.PackedRows`.
@@ -66,17 +81,14 @@ def pair_scores(
 
 
 def pair_weights(
-    action_mask: Array, preferred: Array, group_id: Array, minibatch: Array, minibatches: int
-) -> Array:
+    action_mask: BoolNT, preferred: BoolN, group_id: IntN, minibatch: IntN, minibatches: int
+) -> FloatNT:
     """Weigh every pair alike: 1 / number of pairs of the optimizer step.
 
     A group that lacks its better or its worse completion, or in which one of them is empty, is no
     pair and counts nothing.
 
     Args:
-      action_mask: [N, T] bool.
-      preferred: [N] bool.
-      group_id: [N].
       minibatch: [N], as in `types.Layout`.
       minibatches: number of optimizer steps.
 
@@ -96,7 +108,7 @@ def pair_weights(
     return masked.token_mean(first, minibatch, minibatches)
 
 
-def completion_weights(action_mask: Array, minibatch: Array, minibatches: int) -> Array:
+def completion_weights(action_mask: BoolNT, minibatch: IntN, minibatches: int) -> FloatNT:
     """Weigh every completion alike: 1 / number of completions of the optimizer step.
 
     Returns [N, T], zero except on the first action of each completion. For completions that are
@@ -109,7 +121,7 @@ def _first_action(action_mask: Array) -> Array:
     return action_mask & (jnp.cumsum(action_mask, axis=-1) == 1)
 
 
-def pair_metrics(chosen: Array, rejected: Array, weights: Array) -> Metrics:
+def pair_metrics(chosen: Floats, rejected: Floats, weights: Floats) -> Metrics:
     """Compute the metrics of pairs with these rewards; a tie is half right. All arrays are [R, S].
 
     Slots with weight zero count nothing.
@@ -126,7 +138,7 @@ def pair_metrics(chosen: Array, rejected: Array, weights: Array) -> Metrics:
 # --- losses of a pair ---
 
 
-def sigmoid(chosen: Array, rejected: Array, beta: float, label_smoothing: float = 0.0) -> Array:
+def sigmoid(chosen: Floats, rejected: Floats, beta: float, label_smoothing: float = 0.0) -> Floats:
     """Compute -(1 - e) log sigmoid(d) - e log sigmoid(-d) with d = beta (chosen - rejected).
 
     DPO (arXiv 2305.18290, equation 7). With e > 0 it is conservative DPO (E. Mitchell, 2023), for
@@ -139,7 +151,7 @@ def sigmoid(chosen: Array, rejected: Array, beta: float, label_smoothing: float 
     return -(1 - label_smoothing) * right - label_smoothing * flipped
 
 
-def robust(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
+def robust(chosen: Floats, rejected: Floats, beta: float, label_smoothing: float) -> Floats:
     """Compute [-(1 - e) log sigmoid(d) + e log sigmoid(-d)] / (1 - 2 e) with d = beta (chosen -
     rejected).
 
@@ -152,7 +164,7 @@ def robust(chosen: Array, rejected: Array, beta: float, label_smoothing: float) 
     return (-(1 - label_smoothing) * right + label_smoothing * flipped) / (1 - 2 * label_smoothing)
 
 
-def ipo(chosen: Array, rejected: Array, beta: float) -> Array:
+def ipo(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute (chosen - rejected - 1 / (2 beta))^2, for averaged s (IPO, arXiv 2310.12036, eq. 17).
 
     The margin has a target and does not grow without bound. The paper's authors confirmed to
@@ -161,18 +173,18 @@ def ipo(chosen: Array, rejected: Array, beta: float) -> Array:
     return jnp.square(chosen - rejected - 1 / (2 * beta))
 
 
-def hinge(chosen: Array, rejected: Array, beta: float) -> Array:
+def hinge(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute max(0, 1 - beta (chosen - rejected)) (SLiC, arXiv 2305.10425, with DPO's s)."""
     return jax.nn.relu(1 - beta * (chosen - rejected))
 
 
-def simpo(chosen: Array, rejected: Array, beta: float) -> Array:
+def simpo(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute -log sigmoid(beta (chosen - rejected) - 0.5), for averaged s without a reference
     (SimPO, arXiv 2405.14734, equation 6)."""
     return -jax.nn.log_sigmoid(beta * (chosen - rejected) - 0.5)
 
 
-def alphapo(chosen: Array, rejected: Array, beta: float) -> Array:
+def alphapo(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute `simpo` of the rewards (1 - p^-1/4) / (1/4) in place of log p, where p = e^s, so that
     a small p costs more (AlphaPO, arXiv 2501.03884, equation 7)."""
 
@@ -182,7 +194,7 @@ def alphapo(chosen: Array, rejected: Array, beta: float) -> Array:
     return simpo(reward(chosen), reward(rejected), beta)
 
 
-def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
+def exo(chosen: Floats, rejected: Floats, beta: float, label_smoothing: float) -> Floats:
     """Compute q log(q / (1 - e)) + (1 - q) log((1 - q) / e) with q = sigmoid(beta (chosen -
     rejected)).
 
@@ -196,7 +208,7 @@ def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> 
     return first + jnp.exp(log_not_q) * (log_not_q - jnp.log(label_smoothing))
 
 
-def apo_zero(chosen: Array, rejected: Array, beta: float) -> Array:
+def apo_zero(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute 1 - sigmoid(beta chosen) + sigmoid(beta rejected) (APO-zero, arXiv 2408.06266).
 
     It raises chosen and lowers rejected.
@@ -204,7 +216,7 @@ def apo_zero(chosen: Array, rejected: Array, beta: float) -> Array:
     return jax.nn.sigmoid(-beta * chosen) + jax.nn.sigmoid(beta * rejected)
 
 
-def apo_down(chosen: Array, rejected: Array, beta: float) -> Array:
+def apo_down(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected)) (APO-down, arXiv
     2408.06266).
 
@@ -213,7 +225,7 @@ def apo_down(chosen: Array, rejected: Array, beta: float) -> Array:
     return jax.nn.sigmoid(beta * chosen) + jax.nn.sigmoid(-beta * (chosen - rejected))
 
 
-def nca(chosen: Array, rejected: Array, beta: float) -> Array:
+def nca(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute -log sigmoid(beta chosen) - 1/2 log sigmoid(-beta chosen) - 1/2 log sigmoid(-beta
     rejected).
 
@@ -224,13 +236,13 @@ def nca(chosen: Array, rejected: Array, beta: float) -> Array:
     return -jax.nn.log_sigmoid(beta * chosen) - 0.5 * away
 
 
-def sppo(chosen: Array, rejected: Array, beta: float) -> Array:
+def sppo(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2 (SPPO with hard labels, arXiv
     2405.00675)."""
     return jnp.square(chosen - 0.5 / beta) + jnp.square(rejected + 0.5 / beta)
 
 
-def bco_pair(chosen: Array, rejected: Array, beta: float) -> Array:
+def bco_pair(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute -log sigmoid(beta chosen) - log sigmoid(-beta rejected).
 
     The pair as two judged completions of BCO (arXiv 2404.04656), without its baseline: TRL's
@@ -239,7 +251,7 @@ def bco_pair(chosen: Array, rejected: Array, beta: float) -> Array:
     return -jax.nn.log_sigmoid(beta * chosen) - jax.nn.log_sigmoid(-beta * rejected)
 
 
-def discopop(chosen: Array, rejected: Array, beta: float, temperature: float = 0.05) -> Array:
+def discopop(chosen: Floats, rejected: Floats, beta: float, temperature: float = 0.05) -> Floats:
     """Compute (1 - g) log(1 + e^-d) + g e^-d with d = beta (chosen - rejected) and g = sigmoid(d /
     temperature).
 
@@ -253,7 +265,7 @@ def discopop(chosen: Array, rejected: Array, beta: float, temperature: float = 0
     return -(1 - gate) * jax.nn.log_sigmoid(logits) + gate * exponential
 
 
-def orpo(chosen: Array, rejected: Array, beta: float) -> Array:
+def orpo(chosen: Floats, rejected: Floats, beta: float) -> Floats:
     """Compute -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), for averaged s
     without a reference (ORPO, arXiv 2403.07691, equation 6).
 
@@ -281,8 +293,8 @@ def _log1mexp(x: Array) -> Array:
 
 
 def bradley_terry(
-    chosen: Array, rejected: Array, margin: Array | float = 0.0, centering: float = 0.0
-) -> Array:
+    chosen: Floats, rejected: Floats, margin: Array | float = 0.0, centering: float = 0.0
+) -> Floats:
     """Compute -log sigmoid(chosen - rejected - margin) + centering (chosen + rejected)^2.
 
     The scores are rewards. The first term is the negative log-likelihood that chosen wins (Bradley
@@ -369,7 +381,7 @@ def conflict(name: str, label_smoothing: float, divergence: Divergence) -> tuple
 # --- pairs across a step ---
 
 
-def match_by_rank(scores: Pair, is_pair: Array) -> Pair:
+def match_by_rank(scores: Pair, is_pair: Bools) -> Pair:
     """Match the k-th smallest chosen score of each optimizer step with its k-th smallest rejected
     one (alignment by optimal transport, AOT, arXiv 2406.05882).
 
@@ -406,14 +418,12 @@ def matched_loss(function: Callable[[Array, Array], Array], scores: Pair, matche
     return losses - 0.5 * jax.lax.stop_gradient(losses)
 
 
-def tail_weights(action_mask: Array, group_id: Array, tail_weight: float) -> Array:
+def tail_weights(action_mask: BoolNT, group_id: IntN, tail_weight: float) -> FloatNT:
     """Weigh the tokens that a completion has beyond the length of the pair's shorter one, [N, T].
 
     The others count 1 (length-desensitized DPO, arXiv 2409.06411, equation 8; TRL's `ld_alpha`).
 
     Args:
-      action_mask: [N, T] bool.
-      group_id: [N].
       tail_weight: weight of the further tokens, from 0 to 1; 1 is DPO.
     """
     lengths = action_mask.sum(-1)
@@ -429,7 +439,7 @@ def tail_weights(action_mask: Array, group_id: Array, tail_weight: float) -> Arr
 # is neither good nor bad.
 
 
-def kto(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
+def kto(score: Floats, preferred: Bools, baseline: Floats | float, beta: float) -> Floats:
     """Compute 1 - sigmoid(beta (s - baseline)) for a good completion and 1 - sigmoid(beta (baseline
     - s)) for a bad one (KTO, arXiv 2402.01306).
 
@@ -439,7 +449,7 @@ def kto(score: Array, preferred: Array, baseline: Array | float, beta: float) ->
     return jax.nn.sigmoid(-_signed_reward(score, preferred, baseline, beta))
 
 
-def bco(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
+def bco(score: Floats, preferred: Bools, baseline: Floats | float, beta: float) -> Floats:
     """Compute -log sigmoid(beta (s - baseline)) for a good completion and -log sigmoid(beta
     (baseline - s)) for a bad one (BCO, arXiv 2404.04656).
 
@@ -455,7 +465,7 @@ def _signed_reward(score: Array, preferred: Array, baseline: Array | float, beta
 
 
 def mismatched_completions(
-    tokens: Array, action_mask: Array, group_id: Array, length: int
+    tokens: IntNT, action_mask: BoolNT, group_id: IntN, length: int
 ) -> tuple[Array, Array]:
     """Join each row's prompt with the completion of the next group's first row.
 
@@ -485,7 +495,7 @@ def mismatched_completions(
 # --- other divergences than the KL ---
 
 
-def divergence_score(log_ratio: Array, divergence: Divergence) -> Array:
+def divergence_score(log_ratio: Floats, divergence: Divergence) -> Floats:
     """Compute f'(u) of the divergence f, up to a constant, given log u of u = policy / reference.
 
     With f in place of the reverse KL as the penalty, a policy is optimal for the reward beta f'(u)

@@ -38,6 +38,7 @@ from tpu_rl.losses.policy_batch import (
     Prediction,
     learned_tokens,
 )
+from tpu_rl.losses.shapes import BoolRS, FloatMKRS, FloatNT, FloatRS, Floats, IntRS, Scalar
 from tpu_rl.ranges import Conflicts, CountOrNone, In, Needs, NotNegative, Positive
 from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rollout, Sum
 
@@ -174,11 +175,11 @@ def reset_when_stagnant(patience: int) -> Part:
 
 
 def kl_loss(
-    log_probs: Array,
-    old_log_probs: Array,
-    reference_log_probs: Array,
+    log_probs: Floats,
+    old_log_probs: Floats,
+    reference_log_probs: Floats,
     estimator: LossEstimator = "exact",
-) -> Array:
+) -> Floats:
     """Compute the term of each token whose weighted sum is the KL in the loss, see the table above.
 
     exact is ratio x k3, differentiated through both factors. E_old[ratio k3] = E_policy[k3] = KL
@@ -199,7 +200,7 @@ def kl_loss(
             return jnp.abs(k1(log_probs, reference_log_probs))
 
 
-def adapted_kl_scale(scale: Array, kl: Array, target: float, horizon: float) -> Array:
+def adapted_kl_scale(scale: Scalar, kl: Scalar, target: float, horizon: float) -> Scalar:
     """Compute scale x (1 + clip(kl / target - 1, +-0.2) / horizon): an adaptive KL coefficient
     (arXiv 1909.08593, eq. 4).
 
@@ -215,9 +216,9 @@ def reference_penalty(
     params: Params,
     rollout: Rollout,
     layout: Layout,
-    temperature: Array | float,
-    scale: Array | float = 1.0,
-) -> tuple[Array, Array]:
+    temperature: Scalar | float,
+    scale: Scalar | float = 1.0,
+) -> tuple[FloatMKRS, FloatNT]:
     """Compute the reference's log-probs, packed [M, K, R, S], and the penalty of each token [N, T]
     that is subtracted from its reward: scale x kl_reward_coef x KL to the reference."""
     rows = layout.rows(rollout.tokens)
@@ -229,7 +230,7 @@ def reference_penalty(
 
 
 def reference_metrics(
-    log_probs: Array, reference_log_probs: Array, mask: Array, sequence_ids: Array
+    log_probs: FloatRS, reference_log_probs: FloatRS, mask: BoolRS, sequence_ids: IntRS
 ) -> Metrics:
     """Measure the distance from policy to reference: per token by k3, and per completion, in nats,
     by k1. All arrays are [R, S]."""

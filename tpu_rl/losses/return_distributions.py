@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.losses.shapes import Floats, FloatsV
 from tpu_rl.types import Array
 
 EXCLUDED = -1e30
@@ -62,7 +63,7 @@ def above_lowest(support: Support, dtype: Any = jnp.float32) -> Array:
     return support.step * jnp.arange(support.atoms, dtype=dtype)
 
 
-def nearest_atom(returns: Array, support: Support) -> Array:
+def nearest_atom(returns: Floats, support: Support) -> FloatsV:
     """Label returns [...] with 1 at the nearest atom -> [..., m].
 
     Of two equally near atoms it takes the even one, as the paper's code does.
@@ -71,7 +72,7 @@ def nearest_atom(returns: Array, support: Support) -> Array:
     return (index[..., None] == _atom_indices(returns, support)).astype(returns.dtype)
 
 
-def two_hot(returns: Array, support: Support) -> Array:
+def two_hot(returns: Floats, support: Support) -> FloatsV:
     """Label returns [...] by sharing 1 between the two atoms around each -> [..., m].
 
     The mean of the label is the return itself (as in C51).
@@ -86,7 +87,7 @@ def _atom_indices(returns: Array, support: Support, dtype: Any = None) -> Array:
     return jnp.arange(support.atoms, dtype=dtype).reshape((1,) * returns.ndim + (-1,))
 
 
-def mean_return(outputs: Array, support: Support | None) -> Array:
+def mean_return(outputs: FloatsV, support: Support | None) -> Floats:
     """Compute the mean of a distribution given by outputs [..., K] -> [...]."""
     if support is None:
         return jax.nn.sigmoid(outputs[..., 0])
@@ -98,11 +99,11 @@ def _mean_above_lowest(outputs: Array, support: Support) -> Array:
 
 
 def negative_log_likelihood(
-    outputs: Array,
-    returns: Array,
+    outputs: FloatsV,
+    returns: Floats,
     support: Support | None,
     labels: Callable[[Array, Support], Array] = nearest_atom,
-) -> Array:
+) -> Floats:
     """Compute the negative log-likelihood of returns [...] under outputs [..., K] -> [...].
 
     Bernoulli: binary cross-entropy, -R log p - (1 - R) log(1 - p), also for R between 0 and 1.
@@ -113,7 +114,7 @@ def negative_log_likelihood(
     return -jnp.sum(labels(returns, support) * jax.nn.log_softmax(outputs), axis=-1)
 
 
-def bernoulli_offset(logit: Array, kl_coef: Array | float) -> Array:
+def bernoulli_offset(logit: Floats, kl_coef: Array | float) -> Floats:
     """Compute log(1 - p + p exp(1 / eta)) for p = sigmoid(logit), of the same shape.
 
     It is computed as softplus(logit + 1 / eta) - softplus(logit): finite for every logit, infinite
@@ -125,21 +126,21 @@ def bernoulli_offset(logit: Array, kl_coef: Array | float) -> Array:
     return jax.nn.softplus(logit + 1 / kl_coef) - jax.nn.softplus(logit)
 
 
-def histogram_offset(logits: Array, kl_coef: Array | float, support: Support) -> Array:
+def histogram_offset(logits: FloatsV, kl_coef: Array | float, support: Support) -> Floats:
     """Compute log sum_i z_i exp((a_i - low) / eta) for z = softmax(logits), [..., m] -> [...]."""
     exponents = above_lowest(support, logits.dtype) / kl_coef
     tilted = logits + exponents.reshape((1,) * (logits.ndim - 1) + (-1,))
     return jax.nn.logsumexp(tilted, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def soft_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
+def soft_offset(outputs: FloatsV, kl_coef: Array | float, support: Support | None) -> Floats:
     """Compute Q#'s offset of outputs [..., K] -> [...]: one of the two functions above."""
     if support is None:
         return bernoulli_offset(outputs[..., 0], kl_coef)
     return histogram_offset(outputs, kl_coef, support)
 
 
-def mean_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
+def mean_offset(outputs: FloatsV, kl_coef: Array | float, support: Support | None) -> Floats:
     """Compute CD's offset of outputs [..., K] -> [...]: (mean return - lowest return) / eta."""
     if support is None:
         mean = jax.nn.sigmoid(outputs[..., 0])
@@ -148,7 +149,7 @@ def mean_offset(outputs: Array, kl_coef: Array | float, support: Support | None)
     return mean / kl_coef
 
 
-def log_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
+def log_offset(outputs: FloatsV, kl_coef: Array | float, support: Support | None) -> Floats:
     """Compute FUDGE's offset of outputs [..., K] -> [...].
 
     It is the log of the mean return as a share of the highest return. eta does not matter.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tpu_rl import ranges
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.policy_batch import Draft, Part, learned_tokens
+from tpu_rl.losses.shapes import FloatN, FloatNT
 from tpu_rl.ranges import CountOrNone
 from tpu_rl.types import Array, Params, Rollout, unchanged
 
@@ -67,7 +68,7 @@ def normalized_by_deviation(clip: float) -> Part:
     return Part(draft, name="returns", controller=(init_state, unchanged))
 
 
-def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> Array:
+def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> FloatN:
     """Compute `advantages.soft_overlong_penalty` [N] of each episode, at the last of its rows.
 
     Lengths are counted as the limit counts them: all tokens after the prompt, observations too. An
@@ -95,7 +96,7 @@ class RunningReturns(NamedTuple):
 
 def normalized_rewards(
     rollout: Rollout, running: RunningReturns, clip: float
-) -> tuple[Array, RunningReturns]:
+) -> tuple[FloatNT, RunningReturns]:
     """Compute rewards / running standard deviation of returns, clipped to +-clip, [N, T], and the
     moments with this batch (PPO-max, arXiv 2307.04964).
 

@@ -12,6 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses import masked
+from tpu_rl.losses.shapes import (
+    BoolNT,
+    BoolRS,
+    FloatNT,
+    FloatRS,
+    FloatRSD,
+    Floats,
+    FloatsV,
+    IntNT,
+    IntRS,
+)
 from tpu_rl.types import Array
 
 Aggregate = Literal["attention", "sum"]
@@ -22,12 +33,12 @@ StepAggregate = Literal["min", "product", "mean"]
 product, or their mean."""
 
 
-def last_actions(action_mask: Array) -> Array:
+def last_actions(action_mask: BoolNT) -> BoolNT:
     """Mark the last action of each row, [N, T] bool -> [N, T] bool."""
     return action_mask & (jnp.cumsum(action_mask[:, ::-1], axis=-1)[:, ::-1] == 1)
 
 
-def sentence_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) -> Array:
+def sentence_ends(tokens: IntNT, action_mask: BoolNT, separators: tuple[int, ...]) -> BoolNT:
     """Mark the actions that end a sentence or a step, [N, T] bool.
 
     These are the separator tokens and the last action of each row.
@@ -38,7 +49,7 @@ def sentence_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]
     return (is_separator & action_mask) | last_actions(action_mask)
 
 
-def sentence_starts(ends: Array, action_mask: Array) -> Array:
+def sentence_starts(ends: BoolNT, action_mask: BoolNT) -> IntNT:
     """Compute the column where each token's sentence starts, [N, T] int32.
 
     That is the end of the sentence before it, or the last token of the prompt; column 0 if there is
@@ -60,8 +71,8 @@ def means_and_deviations(outputs: Array) -> tuple[Array, Array]:
 
 
 def pessimistic(
-    outputs: Array, penalty: float, worst_share: float = 0.0, deviations: bool = False
-) -> Array:
+    outputs: FloatsV, penalty: float, worst_share: float = 0.0, deviations: bool = False
+) -> Floats:
     """Compute an ensemble's prediction, [..., K] -> [...].
 
         (1 - worst_share) mean + worst_share min - penalty x standard deviation
@@ -85,7 +96,7 @@ def pessimistic(
     return center - penalty * deviation(outputs, deviations)
 
 
-def deviation(outputs: Array, deviations: bool = False) -> Array:
+def deviation(outputs: FloatsV, deviations: bool = False) -> Floats:
     """Compute the standard deviation of an ensemble's prediction, [..., K] or [..., 2 K] -> [...].
 
     It is that of the members, or of the mixture of members with deviations of their own.
@@ -97,8 +108,8 @@ def deviation(outputs: Array, deviations: bool = False) -> Array:
 
 
 def sentence_scores(
-    outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
-) -> Array:
+    outputs: FloatRSD, ends: BoolRS, starts: IntRS, sequence_ids: IntRS, aggregate: Aggregate
+) -> FloatRS:
     """Compute the score of each token's completion: the sum of `sentence_shares`.
 
     The result is [R, S], zero at prompt and padding.
@@ -108,8 +119,8 @@ def sentence_scores(
 
 
 def sentence_shares(
-    outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
-) -> Array:
+    outputs: FloatRSD, ends: BoolRS, starts: IntRS, sequence_ids: IntRS, aggregate: Aggregate
+) -> FloatRS:
     """Compute the share of each sentence in the score of its completion (arXiv 2503.04793).
 
     Sentence i is worth r_i = h(its end) - h(its start), so all together are worth h(end) -
@@ -139,7 +150,7 @@ def sentence_shares(
     return jnp.where(ends, weight * worth / jnp.where(normalizer > 0, normalizer, 1.0), 0.0)
 
 
-def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Array:
+def prefix_shares(prefix_scores: FloatNT, ends: BoolNT, action_mask: BoolNT) -> FloatNT:
     """Compute the share of each part in the score of a completion, [N, T], at the ends of parts.
 
     `prefix_scores` [N, T] are scores of everything up to a token. A part is worth s(its end) -
@@ -153,7 +164,9 @@ def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Arra
     return jnp.where(ends, prefix_scores - jnp.where(has_before, before, 0.0), 0.0)
 
 
-def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepAggregate) -> Array:
+def step_shares(
+    logits: FloatNT, ends: BoolNT, action_mask: BoolNT, aggregate: StepAggregate
+) -> FloatNT:
     """Compute the share of each step in `step_scores`, [N, T], at the ends of steps.
 
     "product": log p_k. "mean": p_k over the number of steps. "min": the fall of the smallest log p
@@ -168,7 +181,9 @@ def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepA
     return prefix_shares(jax.lax.cummin(log_probability, axis=1), ends, action_mask)
 
 
-def step_scores(logits: Array, ends: Array, sequence_ids: Array, aggregate: StepAggregate) -> Array:
+def step_scores(
+    logits: FloatRS, ends: BoolRS, sequence_ids: IntRS, aggregate: StepAggregate
+) -> FloatRS:
     """Compute the score of each token's completion, made of its steps (arXiv 2305.20050).
 
     "min" is the log-probability of the weakest step being right, "product" that of all steps being

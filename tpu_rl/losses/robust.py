@@ -17,6 +17,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.advantages import per_episode
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, learned_tokens
+from tpu_rl.losses.shapes import BoolN, FloatN, Floats, IntN
 from tpu_rl.ranges import Needs, NotNegative
 from tpu_rl.types import Array
 
@@ -75,7 +76,7 @@ def robust_prompts(config: RobustSettings) -> Part:
     return Part(batch=batch)
 
 
-def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:
+def worst_case_weights(losses: Floats, weights: Floats, radius: float) -> Floats:
     """Compute the weights within total variation `radius` of `weights` that make the weighted loss
     largest (distributionally robust reward learning and DPO, arXiv 2503.00539).
 
@@ -99,7 +100,7 @@ def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:
     return jax.lax.stop_gradient(moved.reshape(weights.shape))
 
 
-def tilted_weights(losses: Array, weights: Array, temperature: float) -> Array:
+def tilted_weights(losses: Floats, weights: Floats, temperature: float) -> Floats:
     """Compute weights proportional to p exp(l / temperature), with the sum of p = `weights`.
 
     They maximize sum q_i l_i - temperature KL(q || p): the worst case in a ball of the KL (arXiv
@@ -114,7 +115,7 @@ def tilted_weights(losses: Array, weights: Array, temperature: float) -> Array:
     return jax.lax.stop_gradient(result)
 
 
-def chi_square_weights(losses: Array, weights: Array, scale: float) -> Array:
+def chi_square_weights(losses: Floats, weights: Floats, scale: float) -> Floats:
     """Compute p max(0, 1 + (l - mu) / scale), with the sum of p = `weights`.
 
     They maximize sum q_i l_i - scale / 2 sum (q_i - p_i)^2 / p_i: the worst case in a ball of the
@@ -141,7 +142,7 @@ def chi_square_weights(losses: Array, weights: Array, scale: float) -> Array:
     return jax.lax.stop_gradient(weigh(0.5 * (low + high)))
 
 
-def worst_case_by_step(losses: Array, weights: Array, radius: float, ball: Ball = "tv") -> Array:
+def worst_case_by_step(losses: Floats, weights: Floats, radius: float, ball: Ball = "tv") -> Floats:
     """Compute the worst weights of each optimizer step by itself, for arrays [M, ...].
 
     `radius` is that of total variation; for kl and chi_square the coefficient of the divergence.
@@ -153,15 +154,15 @@ def worst_case_by_step(losses: Array, weights: Array, radius: float, ball: Ball 
 
 
 def worst_prompts(
-    returns: Array,
-    group_id: Array,
-    scored: Array,
-    episode_id: Array | None,
-    minibatch: Array,
+    returns: FloatN,
+    group_id: IntN,
+    scored: BoolN,
+    episode_id: IntN | None,
+    minibatch: IntN,
     minibatches: int,
     radius: float,
     ball: Ball,
-) -> Array:
+) -> FloatN:
     """Compute by how much the worst case weighs each row's prompt, [N], 1 on average over prompts.
 
     The loss of a prompt is minus the mean return of its completions, and its weight before is the

@@ -35,6 +35,7 @@ from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, actions_of
+from tpu_rl.losses.shapes import BoolNT, FloatMKRS, FloatNT, FloatRS
 from tpu_rl.ranges import In, Needs, Positive
 from tpu_rl.types import Array, Layout, Metrics, Rollout
 
@@ -158,8 +159,11 @@ def correction(config: SamplerCorrection) -> Part:
 
 
 def corrected_losses(
-    losses: Array, log_probs: Array, batch: PolicyBatch, off_policy_threshold: float | None = None
-) -> tuple[Array, Metrics]:
+    losses: FloatRS,
+    log_probs: FloatRS,
+    batch: PolicyBatch,
+    off_policy_threshold: float | None = None,
+) -> tuple[FloatRS, Metrics]:
     """Apply the correction for the sampler to the policy losses [R, S], and return its metrics.
 
     The losses are multiplied by the batch's importance weights. With an off-policy threshold, a
@@ -200,7 +204,11 @@ class Corrected(NamedTuple):
 
 
 def correct(
-    config: SamplerCorrection, rollout: Rollout, layout: Layout, actions: Array, old: Array | None
+    config: SamplerCorrection,
+    rollout: Rollout,
+    layout: Layout,
+    actions: BoolNT,
+    old: FloatMKRS | None,
 ) -> Corrected:
     """Compare the old policy with the sampler.
 
@@ -222,8 +230,8 @@ def correct(
 
 
 def importance_weights(
-    config: SamplerCorrection, log_ratio: Array, actions: Array
-) -> tuple[Array, Array]:
+    config: SamplerCorrection, log_ratio: FloatNT, actions: BoolNT
+) -> tuple[FloatNT, FloatNT]:
     """Compute the weights, and 1.0 where the bounds changed them, [N, T].
 
     `log_ratio` [N, T] is log old policy - log sampling distribution, and zero outside `actions`.
@@ -252,7 +260,7 @@ def importance_weights(
     return jnp.where(actions, weights, 1.0), is_bounded * 1.0
 
 
-def is_near(config: SamplerCorrection, log_ratio: Array, actions: Array) -> Array:
+def is_near(config: SamplerCorrection, log_ratio: FloatNT, actions: BoolNT) -> BoolNT:
     """Say where the distance from the sampler is in range, [N, T] bool.
 
     `log_ratio` is that of `importance_weights`.

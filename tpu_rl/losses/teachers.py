@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from tpu_rl.errors import InputError
 from tpu_rl.losses import divergences
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
+from tpu_rl.losses.shapes import Floats, FloatsV
 from tpu_rl.types import Array, PackedRows, Params, Role, Roles, Sampling
 
 LEAST_ALPHA = 1e-3
@@ -62,7 +63,7 @@ Teacher = Callable[[Mapping[str, Array]], Target]
 """Logits [..., V] by role -> Target."""
 
 
-def extrapolation(teacher: Array, reference: Array, alpha: Array) -> Array:
+def extrapolation(teacher: FloatsV, reference: FloatsV, alpha: Floats) -> FloatsV:
     """Compute z_reference + alpha (z_teacher - z_reference) for logits [..., V] and alpha [...].
 
     alpha 0 is the reference, 1 the teacher.
@@ -70,7 +71,7 @@ def extrapolation(teacher: Array, reference: Array, alpha: Array) -> Array:
     return reference + alpha[..., None] * (teacher - reference)
 
 
-def contrast(teacher: Array, reverse: Array, alpha: Array) -> Array:
+def contrast(teacher: FloatsV, reverse: FloatsV, alpha: Floats) -> FloatsV:
     """Compute z_teacher + alpha (z_teacher - z_reverse) for logits [..., V] and alpha [...].
 
     `reverse` learned the opposite. What both learned alike, of the language and the style of the
@@ -79,7 +80,7 @@ def contrast(teacher: Array, reverse: Array, alpha: Array) -> Array:
     return teacher + alpha[..., None] * (teacher - reverse)
 
 
-def adaptive_alpha(teacher: Array, other: Array, scale: float, half: bool = True) -> Array:
+def adaptive_alpha(teacher: FloatsV, other: FloatsV, scale: float, half: bool = True) -> Floats:
     """Compute alpha_t = scale x total variation distance_t + 0.001 (eq. 16), [..., V] -> [...].
 
     The more two models disagree, the further the teacher goes. The authors' code leaves out the 1/2

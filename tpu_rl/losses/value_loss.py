@@ -16,6 +16,7 @@ from tpu_rl import ranges
 from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import predicting
+from tpu_rl.losses.shapes import BoolNT, FloatNT, FloatRS, FloatRSD, Scalar
 from tpu_rl.ranges import Conflicts, In, Positive, Share
 from tpu_rl.types import Array, Layout, Metrics, PackedRows, Params, Role, Sum
 
@@ -65,7 +66,7 @@ class Critic:
         )
 
 
-def values(role: Role, params: Params, rows: PackedRows, hidden: Array | None = None) -> Array:
+def values(role: Role, params: Params, rows: PackedRows, hidden: FloatRSD | None = None) -> FloatRS:
     """Compute V of the state before each token, [R, S] float32.
 
     `hidden` are the hidden states of the role's trunk, if they are already computed.
@@ -125,7 +126,7 @@ class Targets:
     """(returns - old values - mean)^2."""
 
 
-def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> Targets:
+def targets(returns: FloatNT, old_values: FloatNT, mask: BoolNT, layout: Layout) -> Targets:
     """Pack Targets from [N, T] arrays.
 
     Means are over the tokens in `mask` of the row's optimizer step.
@@ -153,8 +154,8 @@ def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> T
 
 
 def value_loss(
-    values: Array, targets: Targets, weights: Array, critic: Critic
-) -> tuple[Array, Metrics]:
+    values: FloatRS, targets: Targets, weights: FloatRS, critic: Critic
+) -> tuple[Scalar, Metrics]:
     """Compute the weighted sum of `clipped_value_loss`, and metrics of the tokens with a weight.
 
     All arrays are [R, S].

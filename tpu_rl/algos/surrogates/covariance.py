@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tpu_rl.algos.surrogates.filters import per_step
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, Prediction, term_of
+from tpu_rl.losses.shapes import BoolMKRS, FloatMKRS
 from tpu_rl.types import Array, Layout, Metrics, Rollout
 
 
@@ -48,7 +49,7 @@ def kl_cov(covariance_share: float, covariance_kl_coef: float) -> Part:
     return Part(batch=batch, term=term)
 
 
-def covariances(batch: PolicyBatch) -> Array:
+def covariances(batch: PolicyBatch) -> FloatMKRS:
     """Compute (A - mean A) (log old policy - mean log old policy) of each learned token.
 
     [M, K, R, S]; the means are those of the optimizer step. -inf at other tokens.
@@ -61,7 +62,7 @@ def covariances(batch: PolicyBatch) -> Array:
     return jnp.where(learned, centered[0] * centered[1], -jnp.inf)
 
 
-def largest(values: Array, share: float, learned: Array) -> Array:
+def largest(values: FloatMKRS, share: float, learned: BoolMKRS) -> BoolMKRS:
     """Mark the largest values of each optimizer step, [M, K, R, S] bool.
 
     They are `share` of the step's learned tokens, rounded down, and at least one. Only values above
@@ -81,7 +82,7 @@ def drawn_by_covariance(
     covariance_share: float,
     covariance_low: float,
     covariance_high: float,
-) -> Array:
+) -> BoolMKRS:
     """Mark the tokens that Clip-Cov drops. They are drawn by the rows' own keys."""
 
     def draw(key: Array) -> Array:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses.policy_gradient import Surrogate
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.types import PackedRows
 
 
 def dppo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    advantages: FloatRS,
     rows: PackedRows,
     *,
     divergence: Literal["tv", "kl"],

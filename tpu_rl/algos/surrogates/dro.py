@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.types import PackedRows
 
 
 def dro(
-    log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows, *, beta: float
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    advantages: FloatRS,
+    rows: PackedRows,
+    *,
+    beta: float,
 ) -> Surrogate:
     """Compute the loss of each token; arrays are [R, S]."""
     squared = jnp.square(log_probs - old_log_probs)

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.policy_batch import Draft, Part, PolicyBatch, Prediction, learned_tokens
+from tpu_rl.losses.shapes import BoolMKRS, FloatMKRS
 from tpu_rl.types import Array, Metrics
 
 
-def per_step(function: Callable[..., Array], values: Array, mask: Array) -> Array:
+def per_step(function: Callable[..., Array], values: FloatMKRS, mask: BoolMKRS) -> Array:
     """Apply a reduction to each optimizer step of [M, K, R, S] -> [M, 1, 1, 1]."""
     return function(values, mask, axis=(1, 2, 3))[:, None, None, None]
 

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.types import PackedRows
 
 
 def gmpo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    advantages: FloatRS,
     rows: PackedRows,
     *,
     clip_low: float,

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.types import PackedRows
 
 
 def sapo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatRS,
+    old_log_probs: FloatRS,
+    advantages: FloatRS,
     rows: PackedRows,
     *,
     tau_positive: float,

@@ -11,11 +11,12 @@ import math
 import jax.numpy as jnp
 
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_surrogate
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.types import PackedRows
 
 
 def stable_reinforce(
-    log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows, **clip: float
+    log_probs: FloatRS, old_log_probs: FloatRS, advantages: FloatRS, rows: PackedRows, **clip: float
 ) -> Surrogate:
     """Compute the loss of each token; arrays are [R, S]."""
     bounded = jnp.clip(log_probs - old_log_probs, -math.log(1000.0), math.log(1000.0))

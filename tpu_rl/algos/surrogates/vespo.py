@@ -14,10 +14,13 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate
-from tpu_rl.types import Array, PackedRows
+from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.types import PackedRows
 
 
-def vespo(log_probs: Array, old_log_probs: Array, advantages: Array, rows: PackedRows) -> Surrogate:
+def vespo(
+    log_probs: FloatRS, old_log_probs: FloatRS, advantages: FloatRS, rows: PackedRows
+) -> Surrogate:
     """Compute the loss of each token; arrays are [R, S]."""
     # As in TRL: each token's log-ratio within +-20, the sum within log 1e-8 and 20.
     log_ratio = jnp.clip(jax.lax.stop_gradient(log_probs) - old_log_probs, -20.0, 20.0)
