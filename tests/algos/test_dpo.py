@@ -64,7 +64,7 @@ class Bandit:
             np.asarray(pairs.group_id),
             row_length=5,
             micro_batch_rows=count,
-            whole_groups=True,
+            placement="whole",
         )
         batch, _ = algorithm.make_batch(
             Experience(pairs, layout), params, algorithm.init_state(params)

@@ -235,7 +235,7 @@ def test_the_gradient_of_the_worst_case_is_that_under_its_weights():
 
 def test_pairs_find_their_completions_in_packed_rows():
     data = tiny.pairs()
-    layout = tiny.experience(data, whole_groups=True).layout
+    layout = tiny.experience(data, placement="whole").layout
     values = np.random.default_rng(0).normal(size=data.tokens.shape)
     packed = [
         layout.pack(jnp.asarray(array))

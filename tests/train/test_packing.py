@@ -156,12 +156,12 @@ def test_best_fit_fills_rows_by_falling_size():
     assert groups_of_rows(layout, group_id) == [[0], [0], [1, 2]]
 
 
-@pytest.mark.parametrize(("keep_groups", "rows"), [(False, 2), (True, 3)])
-def test_a_group_is_split_where_the_step_takes_fewer_micro_batches(keep_groups, rows):
+@pytest.mark.parametrize(("placement", "rows"), [("split", 2), ("kept", 3)])
+def test_a_group_is_split_where_the_step_takes_fewer_micro_batches(placement, rows):
     """Groups of 7, 7 and 6 slots in rows of 10: the last one fits beside the others in two parts,
     each with the prompt."""
     groups = [(1, (6,)), (1, (6,)), (1, (2, 2))]
-    cut = {"row_length": 10, "keep_groups": keep_groups}
+    cut = {"row_length": 10, "placement": placement}
     layout, _, group_id = laid_out(groups, micro_batch_rows=1, **cut)
     assert len(groups_of_rows(layout, group_id)) == rows
     # One micro-batch has room for all three rows, and no group is split.
@@ -222,10 +222,10 @@ def test_what_does_not_fit_is_the_users_to_mend():
     with pytest.raises(
         InputError, match="a prompt of 3 tokens and its 2 completions of 9 exceed a row"
     ) as error:
-        laid_out([(1, (2, 2)), (3, (4, 5)), (3, (4, 4))], row_length=11, whole_groups=True)
+        laid_out([(1, (2, 2)), (3, (4, 5)), (3, (4, 4))], row_length=11, placement="whole")
     assert "--batch.row-length" in error.value.fix
     layout, _, _ = laid_out(
-        [(1, (2, 2)), (3, (4, 5)), (3, (4, 4))], row_length=12, whole_groups=True
+        [(1, (2, 2)), (3, (4, 5)), (3, (4, 4))], row_length=12, placement="whole"
     )
     assert (layout.source >= 0).sum() == 5 + 12 + 11
 

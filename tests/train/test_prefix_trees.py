@@ -204,7 +204,7 @@ def test_rows_and_groups_that_do_not_fit_are_named():
     with pytest.raises(InputError, match="exceed a row"):
         laid_out(tree, row_length=int(tree.ends.max()) - 1)
     with pytest.raises(InputError, match="exceed a row"):
-        laid_out(tree, row_length=int(tree.ends.max()), whole_groups=True)
+        laid_out(tree, row_length=int(tree.ends.max()), placement="whole")
 
 
 def compare(family: str, tree: Tree, kernel: bool = False, **cut: Any) -> list[float]:

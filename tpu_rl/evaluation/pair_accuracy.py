@@ -64,7 +64,7 @@ def ranking_accuracy(
         row_length=-(-int(pair_lengths.max()) // unit) * unit,
         micro_batch_rows=1,
         minibatches=len(problems),
-        whole_groups=True,
+        placement="whole",
         share_prefixes=share_prefixes,
     )
     length_rule = by_problem(longer_or_shorter(train_lengths, mask.sum(-1)), problems)

@@ -230,9 +230,7 @@ def layout_of(
         row_length=batch.row_length,
         micro_batch_rows=batch.rows_at_once,
         minibatches=batch.num_minibatches,
-        whole_groups=packing.are_compared(data),
-        # Each micro-batch encodes the images of its groups.
-        keep_groups=data.images is not None,
+        placement=packing.placement_of(data),
         parent=data.parent if isinstance(data, Rollout) else None,
         shared=data.shared if isinstance(data, Rollout) else None,
         share_prefixes=batch.share_prefixes,

@@ -57,7 +57,7 @@ def pair_scores(
 ) -> Pair:
     """Sum or average `values` over the chosen and over the rejected completion of each pair.
 
-    A pair stands in one segment as a whole (`packing.assign_slots` with whole_groups).
+    A pair stands in one segment as a whole (`packing.assign_slots` with whole groups).
 
     Args:
       action_mask: [R, S] bool, the tokens to sum over.

@@ -157,7 +157,7 @@ def one_pair_per_step(pairs: Pairs, rows: BatchConfig) -> Experience:
         share_prefixes=rows.share_prefixes,
         micro_batch_rows=1,
         minibatches=len(mask) // 2,
-        whole_groups=True,
+        placement="whole",
     )
     return Experience(pairs, layout)
 

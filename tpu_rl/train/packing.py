@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,11 @@ _PackedRow = list[_Group]
 """The groups of a packed row, one after the other."""
 
 
+Placement = Literal["split", "kept", "whole"]
+"""split: groups are split if they are longer than a row, or if a step takes fewer micro-batches so.
+kept: only if they are longer than a row. whole: never."""
+
+
 def assign_slots(
     action_mask: np.ndarray,
     group_id: np.ndarray,
@@ -162,8 +167,7 @@ def assign_slots(
     micro_batch_rows: int,
     minibatches: int = 1,
     row_limit: int | None = None,
-    whole_groups: bool = False,
-    keep_groups: bool = False,
+    placement: Placement = "split",
     parent: Any = None,
     shared: Any = None,
     share_prefixes: bool = True,
@@ -173,9 +177,9 @@ def assign_slots(
 
     Groups are split, in order, into `minibatches` optimizer steps with the same number of groups
     each. Within a step they are packed into rows best-fit by decreasing size. If there are fewer
-    groups than minibatches, some steps are all padding. A group is split if it is longer than a
-    row, or if the step takes fewer micro-batches so: the tokens that its parts share are repeated
-    and its branches are numbered anew. Repeated actions are actions in one of the parts only.
+    groups than minibatches, some steps are all padding. Where a group is split, the tokens that its
+    parts share are repeated and its branches are numbered anew. Repeated actions are actions in one
+    of the parts only.
 
     Programs are compiled for the shapes of a layout, so it has few of them. The number of
     micro-batches is that of the fullest step, or of `row_limit`, rounded up to one of few values.
@@ -187,8 +191,7 @@ def assign_slots(
         minibatches: optimizer steps per batch.
         row_limit: room for at least this many packed rows per step, even if fewer are needed.
             Micro-batches without any token are at the end, and are not computed.
-        whole_groups: never split a group.
-        keep_groups: split a group only if it is longer than a row.
+        placement: whether groups are split.
         parent, shared: [N] each, the leading tokens that rows share (see `types.Rollout`). None:
             the rows of a group share their prompt.
         share_prefixes: store tokens that rows share once. False: each row stands alone, as models
@@ -197,21 +200,21 @@ def assign_slots(
 
     Raises:
         InputError: a prompt with one completion is longer than a row, or a group is and
-            `whole_groups` is set.
+            `placement` is "whole".
     """
     mask = np.asarray(action_mask)
     if not share_prefixes:
         parent = np.arange(len(mask))
         shared = np.zeros_like(parent)
     groups = _groups(mask, np.asarray(group_id), parent, shared)
-    if whole_groups:
+    if placement == "whole":
         _require_fit(groups, row_length)
     packed: list[list[_PackedRow]] = []
     for step in range(minibatches):
         start = step * len(groups) // minibatches
         end = (step + 1) * len(groups) // minibatches
         rows = _pack(groups[start:end], row_length, keep_groups=True)
-        if not (keep_groups or whole_groups):
+        if placement == "split":
             split = _pack(groups[start:end], row_length, keep_groups=False)
             if _ceil_div(len(split), micro_batch_rows) < _ceil_div(len(rows), micro_batch_rows):
                 rows = split
@@ -225,9 +228,11 @@ def assign_slots(
     return replace(layout, key_tiles=_key_tiles(packed, packed_shape))
 
 
-def are_compared(data: Any) -> bool:
-    """Return True if a loss compares the completions of a group, which then stand in one row."""
-    return isinstance(data, Pairs | ScoredCompletions)
+def placement_of(data: Any) -> Placement:
+    """Return whether the groups of data are split."""
+    if isinstance(data, Pairs | ScoredCompletions):
+        return "whole"  # Losses compare the completions of a group.
+    return "split" if data.images is None else "kept"  # A micro-batch encodes its groups' images.
 
 
 def _groups(mask: np.ndarray, group_id: np.ndarray, parent: Any, shared: Any) -> list[_Group]:
