@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -47,6 +47,28 @@ def test_a_number_outside_is_named_by_its_flag():
     for settings in (Settings(share=2.0), Settings(pair=(math.nan,)), Settings(plain=math.nan)):
         with pytest.raises(InputError):
             ranges.check(settings)
+
+
+@dataclass(frozen=True)
+class Choices:
+    loss: Literal["nll", "dft"] = "nll"
+    ball: Literal["tv", "kl"] | None = None
+    freeze: tuple[Literal["vision", "projector"], ...] = ()
+    bound: Literal["auto"] | float = 1.0
+
+
+def test_a_value_that_is_none_of_a_literal_is_named_by_its_flag():
+    ranges.check(Choices(loss="dft", ball="kl", freeze=("vision",), bound=0.5))
+    wrong: Any = "vison"
+    for name, settings in {
+        "loss": Choices(loss=wrong),
+        "ball": Choices(ball=wrong),
+        "freeze": Choices(freeze=("projector", wrong)),
+    }.items():
+        with pytest.raises(InputError, match=f"unknown {name} 'vison'") as error:
+            ranges.check(settings)
+        assert error.value.where == f"--algorithm.{name}"
+    assert error.value.fix == "did you mean vision? All: vision, projector"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,12 @@ class TpuRlError(Exception):
         where = f"{place}; {self.where}" if self.where else place
         return type(self)(self.what, where=where, why=self.why, fix=self.fix)
 
+    def with_text(self, old: str, new: str) -> Self:
+        """Return the same error with one text in place of another."""
+        texts = (self.what, self.where, self.why, self.fix)
+        what, where, why, fix = (text.replace(old, new) for text in texts)
+        return type(self)(what, where=where, why=why, fix=fix)
+
 
 class InputError(TpuRlError):
     """The user's flags, files, data or reward function are at fault (exit code 2)."""

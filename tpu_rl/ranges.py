@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
+import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, unknown_name
 from tpu_rl.plain_values import fields_of
 
 Flag = Callable[[str], str]
@@ -154,22 +156,26 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
         flag: the beginning of the names of its flags.
 
     Raises:
-        InputError: for the first number that is not in its interval, or the first setting that
-          breaks a relation to another, by the names of their flags.
+        InputError: for the first number that is not in its interval, or value that is none of its
+          Literal, or the first setting that breaks a relation to another, by the names of their
+          flags.
     """
     declared = _declared(type(settings))
+    choices = _choices(type(settings))
     values = fields_of(settings)
     for field in dataclasses.fields(settings):
         value = values[field.name]
         interval = next((x for x in declared[field.name] if isinstance(x, In)), ANY)
-        numbers = value if isinstance(value, tuple) else (value,)
-        for number in numbers:
-            if not isinstance(number, int | float) or number in interval:
+        for item in value if isinstance(value, tuple) else (value,):
+            if item not in choices.get(field.name, (item,)):
+                known = [str(choice) for choice in choices[field.name] if choice is not None]
+                raise unknown_name(field.name, str(item), known, _flag(flag, field.name))
+            if not isinstance(item, int | float) or item in interval:
                 continue
-            finite = "" if math.isfinite(number) else "finite and "
+            finite = "" if math.isfinite(item) else "finite and "
             known = field.default is not dataclasses.MISSING
             raise InputError(
-                f"{field.name} is {number:g}",
+                f"{field.name} is {item:g}",
                 where=_flag(flag, field.name),
                 why=f"it must be {finite}{interval}",
                 fix=interval.fix
@@ -255,6 +261,26 @@ def _declared(kind: type) -> dict[str, list[In | Relation]]:
         field.name: [x for x in _metadata(hints[field.name]) if isinstance(x, In | Relation)]
         for field in dataclasses.fields(kind)
     }
+
+
+@functools.cache
+def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+    """List the values of each field of a dataclass whose type is a Literal, or a tuple of it."""
+    hints = typing.get_type_hints(kind)
+    values = {field.name: _literals(hints[field.name]) for field in dataclasses.fields(kind)}
+    return {name: literals for name, literals in values.items() if literals}
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    """List the values of a Literal, or a tuple or an optional of it; of other types, none."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return arguments
+    of_parts = [_literals(part) for part in arguments if part not in (types.NoneType, ...)]
+    if not of_parts or not all(of_parts):
+        return ()
+    none = (None,) if types.NoneType in arguments else ()
+    return (*itertools.chain(*of_parts), *none)
 
 
 def _metadata(hint: Any) -> list[Any]:

@@ -58,10 +58,11 @@ def test_a_factory_without_a_result_is_exit_code_2(tmp_path, capsys):
         (["missing.py:factory"], "no such algorithm file"),
         (["mine.py"], "name its factory: mine.py:FACTORY"),
         (["grpo", "--gamma", "0.5"], "gamma is not read with credit episode"),
+        (["grpo", "--clip-low", "-1"], "where: --clip-low"),
         (["grpo", "--no-such-setting", "1"], "no-such-setting"),
         (["grpo", "--skip", "everything"], "everything"),
     ],
-    ids=["name", "file", "no factory", "settings", "flag", "proof"],
+    ids=["name", "file", "no factory", "settings", "number", "flag", "proof"],
 )
 def test_unusable_input_is_exit_code_2(capsys, arguments, message):
     try:

@@ -61,16 +61,9 @@ def open_spool(address: str, on_lost: Callable[[str], None]) -> Iterator[Spool]:
         except TpuRlError as error:
             if str(spool.path) not in str(error):
                 raise
-            raise _with_address(error, spool) from error
+            raise error.with_text(str(spool.path), spool.address) from error
         finally:
             spool.leave()
-
-
-def _with_address(error: TpuRlError, spool: Spool) -> TpuRlError:
-    """Return the error with the run's address in place of the spool's path."""
-    texts = (error.what, error.where, error.why, error.fix)
-    what, where, why, fix = (text.replace(str(spool.path), spool.address) for text in texts)
-    return type(error)(what, where=where, why=why, fix=fix)
 
 
 class Spool(RunFolder):

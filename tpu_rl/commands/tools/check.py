@@ -19,7 +19,7 @@ from typing import Literal
 import jax
 import tyro
 
-from tpu_rl import user_code
+from tpu_rl import ranges, user_code
 from tpu_rl.algos import factory_of, plugins
 from tpu_rl.errors import InputError, reported, typed_command
 from tpu_rl.proofs import PROOFS, Battery, case_of
@@ -45,9 +45,13 @@ def main(argv: list[str]) -> int:
     # The proofs need float64, and no accelerator that another program may hold.
     jax.config.update("jax_platforms", "cpu")
     config_class = plugins.find(flags.algorithm)
-    config = tyro.cli(
-        config_class, args=settings, prog=f"{typed_command('check')} {flags.algorithm}"
-    )
+    try:
+        config = tyro.cli(
+            config_class, args=settings, prog=f"{typed_command('check')} {flags.algorithm}"
+        )
+    except InputError as error:
+        # Flags of a run begin with the name of their group.
+        raise error.with_text(f"{ranges.Checked.FLAG}.", "--") from error
     battery = Battery(case_of(factory_of(config_class), config))
     failed = []
     for name, proof in PROOFS.items():
