@@ -56,6 +56,8 @@ EXTRAS = {
         "starlette>=0.40",
         "protobuf>=5",
         "openai",
+        # For bench/plots.py and docs/colab.ipynb.
+        "matplotlib>=3.9",
     ],
     # The documentation site, mkdocs.yml.
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2"],
@@ -101,6 +103,7 @@ setup(
             "py.typed",
             "pretrained/*/*",
             "commands/plan/*.json",
+            "report/templates/*",
             "models/attention/*.tsv",
         ]
     },
@@ -123,7 +126,6 @@ setup(
         "filelock",
         "rich",
         "tensorboardX>=2.6",
-        "matplotlib>=3.9",
     ],
     extras_require=EXTRAS,
 )

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import arms
 import numpy as np
+import plots
 
-from tpu_rl.report import plots
+from tpu_rl.report.series import Series
 
 
 def curve(run_dir: Path, metric: str) -> dict[int, float]:
@@ -24,12 +25,12 @@ def curve(run_dir: Path, metric: str) -> dict[int, float]:
     return {row["step"]: row[metric] for row in rows if metric in row}
 
 
-def arm_series(label: str, run_dirs: list[Path], metric: str) -> plots.Series:
+def arm_series(label: str, run_dirs: list[Path], metric: str) -> Series:
     """Return the mean of an arm's runs over the steps that all of them have."""
     curves = [curve(run_dir, metric) for run_dir in run_dirs]
     steps = sorted(set.intersection(*map(set, curves)))
     values = np.array([[values[step] for step in steps] for values in curves])
-    return plots.Series(label, np.array(steps), values.mean(0), (values.min(0), values.max(0)))
+    return Series(label, np.array(steps), values.mean(0), (values.min(0), values.max(0)))
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     series = [
         arm_series(arm.replace("_", " "), run_dirs, flags.metric) for arm, run_dirs in runs.items()
     ]
-    figure = plots.line_chart(series, size=plots.WIDE, percent="accuracy" in flags.metric)
+    figure = plots.line_chart(series, percent="accuracy" in flags.metric)
     flags.to.parent.mkdir(parents=True, exist_ok=True)
     flags.to.write_text(plots.as_svg(figure), encoding="utf-8")
 

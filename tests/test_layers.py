@@ -150,7 +150,7 @@ all but `run`, of which there is one for `from_python` and recipes, and the wing
 TRANSFORMERS = ("tokenizers", "models.hf")
 """The folders that may import transformers."""
 
-LAZY = {"transformers", "orbax", "grain", "tensorboardX", "matplotlib", "tensorstore", "pyarrow"}
+LAZY = {"transformers", "orbax", "grain", "tensorboardX", "tensorstore", "pyarrow"}
 """Packages that are slow to import or missing on some machines: functions import them."""
 
 

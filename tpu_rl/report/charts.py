@@ -2,13 +2,12 @@
 
 The SVG of a chart is stretched to the width that its figure has, and strokes are not. Text is HTML,
 so it has one size on every screen. Below the pointer a chart shows the numbers of a point. The
-style sheet of `html_page` does that: no chart needs a script, and colors come from the style sheet,
-so there is a dark mode.
+style sheet does that: no chart needs a script, and colors come from the style sheet, so there is a
+dark mode. templates/parts.html writes what is drawn here. Places are from 0 to 1.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_rl.report import axes, completion_pages
+from tpu_rl.report import axes, html_page
 from tpu_rl.report.axes import Axis
 from tpu_rl.report.series import Series, running_mean, thin_out
 
@@ -32,6 +31,15 @@ LINE_HEIGHT = 15
 FEW_VALUES = 8
 """A histogram with at most so many distinct values has one bar per value."""
 BINS = 20
+
+
+class Mark(NamedTuple):
+    """A path of SVG."""
+
+    classes: str
+    """Of the style sheet."""
+    path: str
+    """Its points, in percent. The vertical axis of SVG goes down."""
 
 
 class Label(NamedTuple):
@@ -52,6 +60,23 @@ class Hover(NamedTuple):
     """The target of a click, such as "#step-40"; "" for none."""
 
 
+class Drawing(NamedTuple):
+    """A chart as its template reads it."""
+
+    marks: Sequence[Mark]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    """(place from the top, text)."""
+    labels: list[Label]
+    strips: list[tuple[Hover, float, float]]
+    """(what to show, left end, right end), beside each other."""
+    tall: bool
+    """True if it has a row of the page for itself."""
+    x_name: str
+    keys: Sequence[tuple[str, str]]
+    """The legend: (class of the color, text)."""
+
+
 def line_chart(
     lines: Sequence[Series],
     *,
@@ -60,8 +85,11 @@ def line_chart(
     resolution: float = axes.RESOLUTION,
     tall: bool = False,
     pages: Sequence[int] = (),
-) -> str:
-    """Return lines over steps. Long noisy lines are pale, with their running mean on top.
+    dots: bool = False,
+    headline: bool = False,
+    x_name: str = "step",
+) -> Drawing:
+    """Draw lines over steps. Long noisy lines are pale, with their running mean on top.
 
     Args:
         lines: what to draw, without an order.
@@ -70,84 +98,55 @@ def line_chart(
         resolution: see `axes.value_axis`.
         tall: whether the chart has a row of the page for itself.
         pages: steps with a page; a click on a point leads to the nearest of them.
+        dots: draw the points of short lines.
+        headline: draw one line whole, with its first and last value as labels.
+        x_name: what the lines are over, if not steps.
     """
-    x_axis = axes.step_axis(np.concatenate([line.x for line in lines]))
+    x = np.concatenate([line.x for line in lines])
     values = np.concatenate([line.values() for line in lines])
+    x_axis = axes.step_axis(x) if x_name == "step" else axes.value_axis(x, from_zero=True)
     y_axis = (
         axes.log_axis(values)
         if log
-        else axes.value_axis(values, percent=percent, resolution=resolution)
+        else axes.value_axis(
+            values,
+            percent=percent,
+            resolution=resolution,
+            from_zero=headline and float(values.min()) >= 0,
+        )
     )
     marks = []
     labels = []
     for number, line in enumerate(line.thinned() for line in lines):
         color = color_of(number)
-        x, y = x_axis.place(line.x), line.y
-        marks.append(_band(line, x, y_axis, color))
-        smooth = y if log else running_mean(y, noise=0.05 * (y_axis.high - y_axis.low))
-        if smooth is not y:
-            marks.append(_path(x, y_axis.place(y), f"raw {color}"))
-        places = y_axis.place(smooth)
-        marks.append(_dots(x, places, color) if len(x) == 1 else _path(x, places, color))
-        labels.append(Label(line.label, float(places[-1]), color))
-    return _chart(
-        x_axis,
-        y_axis,
-        marks,
-        labels if len(lines) > 1 else [],
-        _line_hovers(lines, x_axis, percent=percent, pages=pages),
-        tall=tall,
-    )
-
-
-def learning_curve(series: Series, pages: Sequence[int] = (), *, percent: bool = True) -> str:
-    """Return values with their intervals: dots, a band, and the first and last value as labels.
-
-    For `pages` and `percent` see `line_chart`.
-    """
-    x_axis = axes.step_axis(series.x)
-    from_zero = float(series.values().min()) >= 0
-    y_axis = axes.value_axis(series.values(), percent=percent, from_zero=from_zero)
-    shown = series.thinned()
-    x, y = x_axis.place(shown.x), y_axis.place(shown.y)
-    first, last = float(series.y[0]), float(series.y[-1])
-    marks = [
-        _path(np.array([0.0, 1.0]), np.repeat(y[0], 2), "first"),
-        _band(shown, x, y_axis, color_of(0)),
-        _path(x, y, f"main {color_of(0)}"),
-    ]
-    if len(x) <= MAX_DOTS:
-        marks.append(_dots(x, y, color_of(0)))
-    labels = [Label(_number(first, percent), float(y[0]), "")]
-    if last != first:  # Equal values share a label.
-        labels.append(Label(_number(last, percent), float(y[-1]), color_of(0)))
-    hovers = _line_hovers([series], x_axis, percent=percent, pages=pages)
-    return _chart(x_axis, y_axis, marks, labels, hovers, tall=True)
-
-
-def trade_off(curves: Sequence[Series]) -> str:
-    """Return shares over KL divergence in nats, with dots and bands."""
-    x_axis = axes.value_axis(np.concatenate([curve.x for curve in curves]), from_zero=True)
-    values = np.concatenate([curve.values() for curve in curves])
-    y_axis = axes.value_axis(values, percent=True)
-    marks = []
-    labels = []
-    hovers = []
-    for number, curve in enumerate(curves):
-        color = color_of(number)
-        x, y = x_axis.place(curve.x), y_axis.place(curve.y)
-        marks += [_band(curve, x, y_axis, color), _path(x, y, color), _dots(x, y, color)]
-        labels.append(Label(curve.label, float(y[-1]), color))
-        for i, place in enumerate(x):
-            text = f"KL {curve.x[i]:.3g} nats · {_number_at(curve, i, percent=True)}"
-            hovers.append(Hover(float(place), text))
-    return _chart(x_axis, y_axis, marks, labels, hovers, tall=True, x_name="KL, nats")
+        x, y = x_axis.place(line.x), y_axis.place(line.y)
+        if headline:
+            marks.append(_path(np.array([0.0, 1.0]), np.repeat(y[0], 2), "first"))
+        marks += _band(line, x, y_axis, color)
+        smooth = line.y
+        if not log and not headline:
+            smooth = running_mean(line.y, noise=0.05 * (y_axis.high - y_axis.low))
+        if smooth is not line.y:
+            marks.append(_path(x, y, f"raw {color}"))
+            y = y_axis.place(smooth)
+        if len(x) > 1:
+            marks.append(_path(x, y, f"main {color}" if headline else color))
+        if len(x) == 1 or (dots and len(x) <= MAX_DOTS):
+            marks.append(_dots(x, y, color))
+        labels.append(Label(line.label, float(y[-1]), color))
+        if headline:
+            first, last = (_number(float(value), percent) for value in (line.y[0], line.y[-1]))
+            labels = [Label(first, float(y[0]), ""), Label(last, float(y[-1]), color)]
+            labels = labels[: 1 + (line.y[0] != line.y[-1])]  # Equal values share a label.
+    hovers = _line_hovers(lines, x_axis, percent=percent, pages=pages, x_name=x_name)
+    shown = labels if headline or dots or len(lines) > 1 else []
+    return _chart(x_axis, y_axis, marks, shown, hovers, tall=tall, x_name=x_name)
 
 
 def stacked_areas(
     x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]], pages: Sequence[int] = ()
-) -> str:
-    """Return the parts [n] of a whole over steps, the first at the bottom, the last one gray.
+) -> Drawing:
+    """Draw the parts [n] of a whole over steps, the first at the bottom, the last one gray.
 
     Args:
         x: the steps [n].
@@ -178,8 +177,8 @@ def stacked_areas(
     return _chart(x_axis, y_axis, marks, labels, _line_hovers(lines, x_axis, pages=pages))
 
 
-def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> str:
-    """Return the shares of values in two groups, each (label, values).
+def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> Drawing:
+    """Draw the shares of values in two groups, each (label, values).
 
     Few distinct values have one bar each; many fall into equal bins with round borders.
     """
@@ -229,12 +228,8 @@ def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> str:
         )
         for i, name in enumerate(names)
     ]
-    legend = "".join(
-        f'<span class="key {color}">{html.escape(label)}</span>'
-        for (label, _), color in zip(groups, colors, strict=False)
-    )
-    chart = _chart(x_axis, y_axis, marks, [], hovers, x_name=x_name)
-    return f'<div class="keys">{legend}</div>{chart}'
+    keys = [(color, label) for (label, _), color in zip(groups, colors, strict=False)]
+    return _chart(x_axis, y_axis, marks, [], hovers, x_name=x_name, keys=keys)
 
 
 def color_of(number: int) -> str:
@@ -248,152 +243,108 @@ def color_of(number: int) -> str:
 def _chart(
     x_axis: Axis,
     y_axis: Axis,
-    marks: Sequence[str],
+    marks: Sequence[Mark],
     labels: Sequence[Label],
     hovers: Sequence[Hover],
     *,
     tall: bool = False,
     x_name: str = "step",
-) -> str:
-    """Return a chart as HTML. Texts of labels, hovers and ticks are escaped here."""
-    y_places = 1 - y_axis.place(np.array(y_axis.ticks))
+    keys: Sequence[tuple[str, str]] = (),
+) -> Drawing:
     x_places = x_axis.place(np.array(x_axis.ticks))
-    grid = "".join(f"M0 {_percent(place)}H100" for place in y_places)
-    texts = [
-        f'<span class="y" style="top:{_percent(place)}%">{html.escape(text)}</span>'
-        for place, text in zip(y_places, y_axis.labels, strict=True)
-    ]
-    texts += [
-        f'<span class="x" style="left:{_percent(place)}%">{html.escape(text)}</span>'
-        for place, text in zip(x_places, x_axis.labels, strict=True)
-    ]
-    texts.append(f'<span class="name">{html.escape(x_name)}</span>')
-    texts += _label_texts(labels, TALL_HEIGHT if tall else HEIGHT)
-    classes = " ".join(filter(None, ["chart", "tall" if tall else "", "ends" if labels else ""]))
-    return (
-        f'<div class="{classes}"><svg viewBox="0 0 100 100" preserveAspectRatio="none"'
-        f' aria-hidden="true"><path class="grid" d="{grid}"/>{"".join(marks)}</svg>'
-        f"{''.join(texts)}{_hover_zones(hovers)}</div>"
+    y_places = 1 - y_axis.place(np.array(y_axis.ticks))
+    return Drawing(
+        marks,
+        list(zip(x_places, x_axis.labels, strict=True)),
+        list(zip(y_places, y_axis.labels, strict=True)),
+        _apart(labels, LINE_HEIGHT / (TALL_HEIGHT if tall else HEIGHT)),
+        _strips(hovers),
+        tall,
+        x_name,
+        keys,
     )
 
 
-def _percent(place: float) -> str:
-    return f"{100 * place:.2f}".rstrip("0").rstrip(".")
-
-
 def _points(x: np.ndarray, y: np.ndarray) -> list[str]:
-    """Return the points of a path. The vertical axis of SVG goes down."""
-    return [f"{_percent(a)} {_percent(1 - b)}" for a, b in zip(x, y, strict=True)]
+    percent = html_page.place
+    return [f"{percent(a)} {percent(1 - b)}" for a, b in zip(x, y, strict=True)]
 
 
-def _path(x: np.ndarray, y: np.ndarray, classes: str) -> str:
-    return f'<path class="line {classes}" d="M{"L".join(_points(x, y))}"/>'
+def _path(x: np.ndarray, y: np.ndarray, classes: str) -> Mark:
+    return Mark(f"line {classes}", f"M{'L'.join(_points(x, y))}")
 
 
-def _dots(x: np.ndarray, y: np.ndarray, color: str) -> str:
-    """Return dots: lines without length, whose round ends no stretching deforms."""
-    dots = "".join(f"M{point}h.01" for point in _points(x, y))
-    return f'<path class="dots {color}" d="{dots}"/>'
+def _dots(x: np.ndarray, y: np.ndarray, color: str) -> Mark:
+    """Draw dots: lines without length, whose round ends no stretching deforms."""
+    return Mark(f"dots {color}", "".join(f"M{point}h.01" for point in _points(x, y)))
 
 
-def _area(x: np.ndarray, low: np.ndarray, high: np.ndarray, classes: str) -> str:
+def _area(x: np.ndarray, low: np.ndarray, high: np.ndarray, classes: str) -> Mark:
     outline = _points(x, high) + _points(x, low)[::-1]
-    return f'<path class="area {classes}" d="M{"L".join(outline)}Z"/>'
+    return Mark(f"area {classes}", f"M{'L'.join(outline)}Z")
 
 
-def _band(line: Series, x: np.ndarray, y_axis: Axis, color: str) -> str:
-    """Return the area between the limits of a line over x [n]; empty if it has none."""
+def _band(line: Series, x: np.ndarray, y_axis: Axis, color: str) -> list[Mark]:
+    """Draw the area between the limits of a line over x [n], if it has some."""
     if line.band is None:
-        return ""
+        return []
     low, high = map(y_axis.place, line.band)
     if len(x) == 1:
-        return _path(np.repeat(x, 2), np.array([low[0], high[0]]), f"raw {color}")
-    return _area(x, low, high, f"band {color}")
+        return [_path(np.repeat(x, 2), np.array([low[0], high[0]]), f"raw {color}")]
+    return [_area(x, low, high, f"band {color}")]
 
 
 # --- text ---
 
 
-def _label_texts(labels: Sequence[Label], height: float) -> list[str]:
-    """Return labels at the right edge beside the ends of lines, moved apart where they overlap."""
-    gap = LINE_HEIGHT / height
-    texts = []
+def _apart(labels: Sequence[Label], gap: float) -> list[Label]:
+    """Move labels apart where they overlap."""
     # From the bottom; the labels above must fit between this one and the top.
     free = 0.0
+    apart = []
     for index, label in enumerate(sorted(labels, key=lambda label: label.place)):
         most = 1 - gap * (len(labels) - 1 - index)
         place = max(min(label.place, most), free)
         free = place + gap
-        text = html.escape(label.text)
-        classes = f"end {label.color}".rstrip()
-        texts.append(
-            f'<span class="{classes}" style="top:{_percent(1 - place)}%" title="{text}">'
-            f"{text}</span>"
-        )
-    return texts
+        apart.append(label._replace(place=place))
+    return apart
 
 
 def _line_hovers(
-    lines: Sequence[Series], x_axis: Axis, *, percent: bool = False, pages: Sequence[int] = ()
+    lines: Sequence[Series],
+    x_axis: Axis,
+    *,
+    percent: bool = False,
+    pages: Sequence[int] = (),
+    x_name: str = "step",
 ) -> list[Hover]:
-    """Return the numbers of all lines at each step that one of them has, or of some steps."""
+    """Return the numbers of all lines at each place that one of them has, or of some places."""
     steps = np.unique(np.concatenate([line.x for line in lines]))
     hovers = []
     for group in np.array_split(steps, min(len(steps), MAX_HOVERS)):
         first, last = group[0], group[-1]
-        numbers = []
+        middle = (first + last) / 2
+        name = f"step {first:,.0f}" if first == last else f"steps {first:,.0f} to {last:,.0f}, mean"
+        texts = [name if x_name == "step" else f"{x_name}: {middle:.3g}"]
         for line in lines:
             inside = (line.x >= first) & (line.x <= last)
             if inside.any():
-                mean = line.map(lambda values, of=inside: values[of].mean(keepdims=True))
-                numbers.append(_number_at(mean, 0, percent))
-        name = f"step {first:,.0f}" if first == last else f"steps {first:,.0f} to {last:,.0f}, mean"
-        place = float(x_axis.place(np.array([(first + last) / 2]))[0])
-        link = ""
-        if len(pages):
-            link = f"#step-{completion_pages.nearest(pages, (first + last) / 2)}"
-        hovers.append(Hover(place, " · ".join([name, *numbers]), link))
+                means = (values[inside].mean() for values in (line.y, *(line.band or ())))
+                value, *limits = (_number(float(mean), percent) for mean in means)
+                band = f" ({limits[0]} to {limits[1]})" if limits else ""
+                texts.append(f"{line.label} {value}{band}".lstrip())
+        nearest = min(pages, key=lambda step, of=middle: abs(step - of), default=None)
+        link = "" if nearest is None else f"#step-{nearest}"
+        hovers.append(Hover(float(x_axis.place(middle)), " · ".join(texts), link))
     return hovers
-
-
-def _number_at(line: Series, index: int, percent: bool = False) -> str:
-    """Return a point of a line as text, with its label and limits."""
-    text = f"{line.label} {_number(line.y[index], percent)}".lstrip()
-    if line.band is None:
-        return text
-    low, high = (_number(limits[index], percent) for limits in line.band)
-    return f"{text} ({low} to {high})"
 
 
 def _number(value: float, percent: bool = False) -> str:
     return f"{100 * value:.1f}%" if percent else f"{value:.4g}"
 
 
-def _hover_zones(hovers: Sequence[Hover]) -> str:
-    """Return one invisible strip per place, which ends halfway to its neighbors.
-
-    Neighbors with the same link are inside one link.
-    """
+def _strips(hovers: Sequence[Hover]) -> list[tuple[Hover, float, float]]:
+    """Return an invisible strip per place, which ends halfway to its neighbors."""
     hovers = sorted(hovers, key=lambda hover: hover.place)
-    borders = [
-        0.0,
-        *((a.place + b.place) / 2 for a, b in zip(hovers, hovers[1:], strict=False)),
-        1.0,
-    ]
-    zones = list(zip(hovers, borders, borders[1:], strict=False))
-    parts = []
-    for link, group in itertools.groupby(zones, key=lambda zone: zone[0].link):
-        strips = "".join(_hover_zone(*zone) for zone in group)
-        # Not in the order of the Tab key: the same pages have links of their own.
-        parts.append(f'<a href="{link}" tabindex="-1">{strips}</a>' if link else strips)
-    return "".join(parts)
-
-
-def _hover_zone(hover: Hover, left: float, right: float) -> str:
-    width = max(right - left, 1e-4)
-    side = ' class="r"' if hover.place > 0.5 else ""
-    guide = _percent((hover.place - left) / width)
-    return (
-        f'<i{side} style="left:{_percent(left)}%;width:{_percent(width)}%">'
-        f'<u style="left:{guide}%"></u><b>{html.escape(hover.text)}</b></i>'
-    )
+    middles = [(a.place + b.place) / 2 for a, b in itertools.pairwise(hovers)]
+    return list(zip(hovers, [0.0, *middles], [*middles, 1.0], strict=True))

@@ -3,12 +3,11 @@
 A page is a part of the document that the style sheet shows while the address names it
 ("#step-40", "#step-40-3"). So links and the browser's history work without a script. Only some
 steps and completions have a page, so that the file stays small: those at the end of the run, and
-others spread over it.
+others spread over it. templates/completions.html writes them.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
 import json
 import math
@@ -16,9 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from tpu_rl.report import html_page
-from tpu_rl.report.pictures import STYLE as PICTURE_STYLE
-from tpu_rl.report.pictures import Pictures
+from tpu_rl.report.html_page import number
+from tpu_rl.report.pictures import Picture, Pictures
 
 MAX_STEPS = 100
 """Steps with a page, at most."""
@@ -46,8 +44,6 @@ MAX_STEP_BYTES = 1 << 22
 """A step whose rows take more is read up to here."""
 MAX_TURNS = 64
 """Lines of the time of an episode; the last one has the further turns."""
-CHARACTERS_IN_LIST = 160
-CHARACTERS_FOUND = 80
 TAGS = ("by", "source", "label", "error")
 """Entries of a sample that its line shows."""
 
@@ -215,8 +211,7 @@ def _groups(samples: Samples) -> list[Samples]:
 
 
 def _num_tokens(sample: dict[str, Any]) -> int:
-    texts = _texts(sample)
-    return min(len(texts), TOKENS_OF_COMPLETION)
+    return min(len(_texts(sample)), TOKENS_OF_COMPLETION)
 
 
 def _texts(sample: dict[str, Any]) -> list[str]:
@@ -225,302 +220,188 @@ def _texts(sample: dict[str, Any]) -> list[str]:
     return [str(text) for text in texts] if isinstance(texts, list) else []
 
 
-# --- HTML ---
+# --- what the template shows ---
 
 
-def section(steps: Sequence[Samples], pictures: Pictures) -> str:
-    """Return all pages, with the bar that chooses what colors show; empty without steps."""
-    if not steps:
-        return ""
-    inputs = "".join(
-        f'<input type="radio" name="by" id="by-{measure.letter}"{" checked" * (index == 0)}'
-        f' aria-label="{measure.label}">'
-        for index, measure in enumerate(MEASURES)
-    )
-    labels = "".join(f'<label for="by-{m.letter}">{m.label}</label>' for m in MEASURES)
-    legends = "".join(f'<span class="legend-{m.letter}">{m.legend}</span>' for m in MEASURES)
-    bar = f'<div class="colors"><b>Color</b> {labels}<div class="lead">{legends}</div></div>'
+class Token(NamedTuple):
+    """A token with its numbers."""
+
+    text: str
+    classes: str
+    """Of its colors."""
+    numbers: str
+
+
+class Wait(NamedTuple):
+    """A part of the time of an episode."""
+
+    kind: str
+    seconds: float
+    color: str
+    left: float
+    """The place of its bar, in percent."""
+    width: float
+
+
+class Completion:
+    """A completion with a page. A row of samples.jsonl may have anything in any place."""
+
+    def __init__(self, sample: dict[str, Any], place: int, group: Samples, pictures: list[Picture]):
+        """Read a sample, the completion number `place` of its step, with those of its group."""
+        self._sample = sample
+        self.step, self.place, self.pictures = sample["step"], place, pictures
+        self.text, self.prompt = sample["completion"], sample.get("prompt", "")
+        self.read_prompt = sample.get("rendered") or self.prompt
+        self.rejected = sample.get("rejected")
+        self.reward = reward if _is_number(reward := sample.get("reward")) else None
+        self.tags = {name: str(sample[name]) for name in TAGS if sample.get(name) not in (None, "")}
+        row = sample.get("row")
+        self.number = row if isinstance(row, int) else place + 1
+        self.texts = _texts(sample)
+        tokens = sample.get("tokens")
+        self._tokens: dict[str, Any] = tokens if isinstance(tokens, dict) else {}
+        advantage = self._tokens.get("advantage")
+        self.advantage = advantage if _is_number(advantage) else None
+        self.size = len(self.texts) or len(self.text)
+        self.length = f"{self.size} {'tokens' if self.texts else 'characters'}"
+        self._earned = [other["reward"] for other in group if _is_number(other.get("reward"))]
+        self.color = ""
+        """The class of the color that all its tokens share."""
+        self.shown: list[Token] = []
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What stands beside it, and what its group earned."""
+        sample = self._sample
+        facts = {"reward": number(self.reward)}
+        parts, episode = sample.get("parts"), sample.get("episode")
+        if isinstance(parts, dict):
+            facts |= {str(name): number(value) for name, value in parts.items()}
+        if self.texts:
+            facts["tokens"] = str(len(self.texts))
+        if self.advantage is not None:
+            facts["advantage"] = number(self.advantage)
+        if isinstance(episode, dict):
+            facts |= {str(name).replace("_", " "): str(value) for name, value in episode.items()}
+        if len(self._earned) > 1:
+            numbers = ", ".join(map(number, sorted(self._earned, reverse=True)))
+            mean = sum(self._earned) / len(self._earned)
+            facts["its group"] = f"{numbers}; mean {number(mean)}"
+        return facts | self.tags
+
+    @property
+    def turns(self) -> list[tuple[str, str]]:
+        """(role, text) of the turns of a conversation with an environment, with calls of tools."""
+        messages = self._sample.get("messages")
+        turns = []
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                calls = message.get("tool_calls") or []
+                parts = [message.get("content") or "", *(json.dumps(call) for call in calls)]
+                text = "\n".join(str(part) for part in parts if part)
+                turns.append((str(message.get("role", "")), text))
+        return turns
+
+    @property
+    def waits(self) -> list[list[Wait]]:
+        """What its episode waited for, a list for each turn of the policy.
+
+        A sample has pairs (kind of work, seconds) in their order, or their sums by kind.
+        """
+        seconds = self._sample.get("seconds")
+        is_ordered = isinstance(seconds, list)
+        pairs = seconds if is_ordered else [*seconds.items()] if isinstance(seconds, dict) else []
+        waits = [(str(kind), value) for kind, value in pairs if _is_number(value) and value > 0]
+        total = sum(value for _, value in waits)
+        kinds = list(dict.fromkeys(kind for kind, _ in waits))
+        left = 0.0
+        lines: list[list[Wait]] = [[]]
+        for kind, value in waits:
+            if is_ordered and kind == "policy" and lines[-1] and len(lines) < MAX_TURNS:
+                lines.append([])
+            width = 100 * value / total
+            lines[-1].append(Wait(kind, value, f"c{kinds.index(kind) % 6}", left, width))
+            left += width
+        return lines if waits else []
+
+    def show_tokens(self, count: int) -> None:
+        """Show the numbers of the first tokens."""
+        columns = []
+        for measure in MEASURES:
+            values = self._tokens.get(measure.name)
+            if _is_number(values):
+                self.color = _class(measure, values)
+            elif isinstance(values, list):
+                columns.append((measure, values))
+        for index, text in enumerate(self.texts[:count]):
+            known = [
+                (measure, values[index])
+                for measure, values in columns
+                if index < len(values) and _is_number(values[index])
+            ]
+            classes = " ".join(filter(None, (_class(measure, value) for measure, value in known)))
+            numbers = " · ".join(f"{measure.label} {value:g}" for measure, value in known)
+            # Tokens that the model did not choose have no numbers.
+            self.shown.append(Token(text or "·", classes if numbers else "given", numbers))
+
+
+class StepPage(NamedTuple):
+    """The completions of a step with a page."""
+
+    step: int
+    groups: list[list[Completion]]
+    middle: float
+    """The number between the lowest and the highest reward: those above are good."""
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Those of all groups."""
+        return list(itertools.chain(*self.groups))
+
+
+def pages_of(steps: Sequence[Samples], pictures: Pictures) -> list[StepPage]:
+    """Return the pages of the steps and completions of `read_steps`."""
     tokens_left = MAX_TOKENS
     pages = []
-    numbers = [samples[0]["step"] for samples in steps]
     for index, samples in enumerate(steps):
-        neighbors = (numbers[index - 1] if index else None, *numbers[index + 1 : index + 2])
-        pages.append(_step_page(samples, neighbors))
         share = tokens_left // (len(steps) - index)
-        for place, sample in enumerate(samples):
-            count = min(_num_tokens(sample), share)
+        places = itertools.count()
+        groups = [
+            [Completion(one, next(places), group, pictures.of_sample(one)) for one in group]
+            for group in _groups(samples)
+        ]
+        page = StepPage(samples[0]["step"], groups, middle(one.get("reward") for one in samples))
+        for completion in page.completions:
+            count = min(len(completion.texts), TOKENS_OF_COMPLETION, share)
+            completion.show_tokens(count)
             share -= count
             tokens_left -= count
-            shown = pictures.of_sample(sample)
-            group = next(of for of in _groups(samples) if any(one is sample for one in of))
-            pages.append(_completion_page(sample, place, len(samples), count, shown, group))
-    pages.append(pictures.definitions())
-    return f'<section class="pages">{inputs}{bar}{"".join(pages)}</section>'
+        pages.append(page)
+    return pages
 
 
-def step_links(steps: Sequence[int]) -> str:
-    """Return links to the pages of steps."""
-    links = " ".join(f'<a href="#step-{step}">{step}</a>' for step in steps)
-    return f"<p class='lead links'>Steps with completions to look at: {links}</p>" if links else ""
+def extremes(completions: Sequence[Completion]) -> dict[str, list[Completion]]:
+    """Return the completions at both ends of an order by reward and by length."""
+    rewarded = [one for one in completions if one.reward is not None]
+    by_reward = sorted(rewarded, key=lambda one: one.reward or 0.0)
+    by_length = sorted(completions, key=lambda one: one.size)
+    orders = {
+        "highest reward": by_reward[::-1],
+        "lowest reward": by_reward,
+        "longest": by_length[::-1],
+        "shortest": by_length,
+    }
+    return {name: order[:MOST_EXTREMES] for name, order in orders.items() if order}
 
 
-def search(steps: Sequence[Samples]) -> str:
-    """Return the list of all completions with a page, and the form that filters it."""
-    items = []
-    for samples in steps:
-        for place, sample in enumerate(samples):
-            step = sample["step"]
-            reward = sample.get("reward")
-            attribute = f' data-reward="{reward:.6g}"' if _is_number(reward) else ""
-            tags = " ".join(
-                f"{name} {_line(str(sample[name]), CHARACTERS_FOUND)}"
-                for name in TAGS
-                if sample.get(name) not in (None, "")
-            )
-            prompt = _line(str(sample.get("prompt", "")), CHARACTERS_FOUND)
-            completion = _line(sample["completion"], CHARACTERS_FOUND)
-            items.append(
-                f'<li{attribute}><a href="#step-{step}-{place}"><b>{html_page.number(reward)}</b>'
-                f"<small>step {step} {tags}</small> {prompt} → <span>{completion}</span></a></li>"
-            )
-    return (
-        '<details><summary>Search completions</summary><form id="search" class="lead">'
-        '<input name="text" placeholder="words of text, prompt or tag" aria-label="words"> reward '
-        'from <input name="low" type="number" step="any" aria-label="least reward"> to '
-        '<input name="high" type="number" step="any" aria-label="highest reward"> '
-        f'<span id="count">{len(items)} completions</span></form>'
-        f'<ul id="found" class="list">{"".join(items)}</ul></details>'
-    )
-
-
-def extremes(steps: Sequence[Samples]) -> str:
-    """Return links to the completions at both ends of an order by reward and by length."""
-    pages = [
-        (samples[0]["step"], place, sample)
-        for samples in steps
-        for place, sample in enumerate(samples)
-    ]
-    rewarded = [page for page in pages if _is_number(page[2].get("reward"))]
-    by_reward = sorted(rewarded, key=lambda page: page[2]["reward"])
-    by_length = sorted(pages, key=lambda page: _num_tokens_or_characters(page[2]))
-    lines = []
-    for name, order in (
-        ("highest reward", by_reward[::-1]),
-        ("lowest reward", by_reward),
-        ("longest", by_length[::-1]),
-        ("shortest", by_length),
-    ):
-        links = " ".join(
-            f'<a href="#step-{step}-{place}">step {step}: '
-            f"{html_page.number(sample.get('reward'))}, {_length(sample)}</a>"
-            for step, place, sample in order[:MOST_EXTREMES]
-        )
-        if links:
-            lines.append(f"<tr><td>{name}</td><td class='links'>{links}</td></tr>")
-    return f"<table class='plain found'>{''.join(lines)}</table>" if lines else ""
-
-
-def _num_tokens_or_characters(sample: dict[str, Any]) -> int:
-    return len(_texts(sample)) or len(sample["completion"])
-
-
-def _length(sample: dict[str, Any]) -> str:
-    unit = "tokens" if _texts(sample) else "characters"
-    return f"{_num_tokens_or_characters(sample)} {unit}"
-
-
-def _advantage(sample: dict[str, Any]) -> str:
-    tokens = sample.get("tokens")
-    advantage = tokens.get("advantage") if isinstance(tokens, dict) else None
-    return f"advantage {html_page.number(advantage)}, " if _is_number(advantage) else ""
-
-
-def nearest(steps: Sequence[int], step: float) -> int:
-    """Return the step with a page that is nearest to a step."""
-    return min(steps, key=lambda other: abs(other - step))
-
-
-def _step_page(samples: Samples, neighbors: Sequence[int | None]) -> str:
-    step = samples[0]["step"]
-    middle = _middle(samples)
-    lists = []
-    place = 0
-    for group in _groups(samples):
-        items = []
-        for sample in group:
-            completion = _line(sample["completion"], CHARACTERS_IN_LIST) or "(empty)"
-            items.append(
-                f'<li><a href="#step-{step}-{place}">{_reward(sample, middle)} '
-                f"<small>{_advantage(sample)}{_length(sample)}</small> "
-                f"<span>{completion}</span></a></li>"
-            )
-            place += 1
-        prompt = _line(str(group[0].get("prompt", "")), CHARACTERS_IN_LIST)
-        lists.append(f'<h3 class="group">{prompt}</h3><ul class="list">{"".join(items)}</ul>')
-    links = [
-        f'<a href="#step-{other}">step {other}</a>' for other in neighbors if other is not None
-    ]
-    return (
-        f'<article class="page" id="step-{step}">{_navigation(links)}<h2>Step {step}</h2>'
-        f"<p class='lead'>Some prompts of this step with their completions, not chosen by"
-        f" reward.</p>{''.join(lists)}</article>"
-    )
-
-
-def _line(text: str, most: int) -> str:
-    """Return a text on one line, cut to `most` characters, escaped for HTML."""
-    words = " ".join(text.split())
-    return html.escape(words[:most] + "…" * (len(words) > most))
-
-
-def _completion_page(
-    sample: dict[str, Any], place: int, count: int, num_tokens: int, pictures: str, group: Samples
-) -> str:
-    """Return the page of a completion, with its pictures, its conversation, what its group earned,
-    and numbers of its first `num_tokens` tokens."""
-    step = sample["step"]
-    links = [f'<a href="#step-{step}">step {step}</a>']
-    if place > 0:
-        links.append(f'<a href="#step-{step}-{place - 1}">previous</a>')
-    if place + 1 < count:
-        links.append(f'<a href="#step-{step}-{place + 1}">next</a>')
-    texts = _texts(sample)
-    row = sample.get("row")
-    facts = {"reward": html_page.number(sample.get("reward"))}
-    parts = sample.get("parts")
-    if isinstance(parts, dict):
-        facts |= {str(name): html_page.number(value) for name, value in parts.items()}
-    if texts:
-        facts["tokens"] = str(len(texts))
-        advantage = sample["tokens"].get("advantage")
-        if isinstance(advantage, (int, float)):
-            facts["advantage"] = html_page.number(advantage)
-    episode = sample.get("episode")
-    if isinstance(episode, dict):
-        facts |= {str(name).replace("_", " "): str(value) for name, value in episode.items()}
-    earned = [other["reward"] for other in group if _is_number(other.get("reward"))]
-    if len(earned) > 1:
-        numbers = ", ".join(map(html_page.number, sorted(earned, reverse=True)))
-        facts["its group"] = f"{numbers}; mean {html_page.number(sum(earned) / len(earned))}"
-    facts |= {name: str(sample[name]) for name in TAGS if sample.get(name) not in (None, "")}
-    table = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
-        for name, value in facts.items()
-    )
-    if num_tokens:
-        completion = _token_spans(sample["tokens"], texts[:num_tokens])
-        if num_tokens < len(texts):
-            completion += (
-                f"<p class='lead'>The first {num_tokens} of {len(texts)} tokens that"
-                " samples.jsonl has.</p>"
-            )
-    else:
-        completion = f"<div class='completion'>{html_page.text(sample['completion'])}</div>"
-    if sample.get("rejected"):
-        completion += f"<h3>Rejected</h3><div>{html_page.text(sample['rejected'])}</div>"
-    completion += _timeline(sample.get("messages")) + _waits(sample.get("seconds"))
-    name = f"completion {row}" if isinstance(row, int) else f"completion {place + 1}"
-    prompt = sample.get("rendered") or sample.get("prompt", "")
-    return (
-        f'<article class="page one" id="step-{step}-{place}">{_navigation(links)}'
-        f"<h2>Step {step}, {name}</h2><div class='beside'><div>{pictures}"
-        f"<div class='prompt'>{html_page.text(prompt)}</div>{completion}</div>"
-        f"<table class='plain'>{table}</table></div></article>"
-    )
-
-
-def _timeline(messages: Any) -> str:
-    """Return the turns of a conversation with an environment, with its calls of tools, as HTML."""
-    if not isinstance(messages, list):
-        return ""
-    turns = []
-    for message in messages:
-        if isinstance(message, dict):
-            calls = message.get("tool_calls") or []
-            parts = [message.get("content") or "", *(json.dumps(call) for call in calls)]
-            text = "\n".join(str(part) for part in parts if part)
-            role = html.escape(str(message.get("role", "")))
-            turns.append(f"<li><b>{role}</b> <span>{html_page.text(text)}</span></li>")
-    return f"<h3>Conversation</h3><ol class='turns'>{''.join(turns)}</ol>" if turns else ""
-
-
-def _waits(seconds: Any) -> str:
-    """Draw what an episode waited for, a line for each turn of the policy, with a legend, as HTML.
-
-    `seconds` are pairs (kind of work, seconds) in their order, or their sums by kind.
-    """
-    is_ordered = isinstance(seconds, list)
-    pairs = seconds if is_ordered else [*seconds.items()] if isinstance(seconds, dict) else []
-    waits = [(str(kind), value) for kind, value in pairs if _is_number(value) and value > 0]
-    totals: dict[str, float] = {}
-    for kind, value in waits:
-        totals[kind] = totals.get(kind, 0.0) + value
-    total = sum(totals.values())
-    colors = {kind: f"c{index % 6}" for index, kind in enumerate(totals)}
-    start = 0.0
-    lines = [""]
-    for kind, value in waits:
-        if is_ordered and kind == "policy" and lines[-1] and len(lines) < MAX_TURNS:
-            lines.append("")
-        width = 100 * value / total
-        shown = f"<title>{html.escape(kind)} {value:.3g} s</title>"
-        place = f'x="{start:.2f}" width="{width:.2f}"'
-        lines[-1] += f'<rect class="{colors[kind]}" {place} height="4">{shown}</rect>'
-        start += width
-    drawing = "".join(f'<svg viewBox="0 0 100 4" class="waits">{bars}</svg>' for bars in lines)
-    keys = "".join(
-        f'<span class="key {colors[kind]}">{html.escape(kind)} {value:.3g} s</span>'
-        for kind, value in totals.items()
-    )
-    title = f"Time by turn, {total:.3g} s" if len(lines) > 1 else f"Time, {total:.3g} s"
-    return f'<h3>{title}</h3>{drawing}<div class="keys">{keys}</div>' if waits else ""
-
-
-def _navigation(links: Sequence[str]) -> str:
-    return f'<nav><a href="#charts">charts</a>{"".join(links)}</nav>'
-
-
-def _middle(samples: Samples) -> float:
-    rewards = [sample["reward"] for sample in samples if _is_number(sample.get("reward"))]
-    return (min(rewards) + max(rewards)) / 2 if rewards else 0.0
-
-
-def _reward(sample: dict[str, Any], middle: float) -> str:
-    reward = sample.get("reward")
-    if not _is_number(reward):
-        return "<b>no reward</b>"
-    kind = "good" if reward >= middle else "poor"
-    return f"<b class='{kind}'>reward {html_page.number(reward)}</b>"
+def middle(rewards: Iterable[Any]) -> float:
+    """Return the number between the lowest and the highest reward; 0 without any."""
+    known = [reward for reward in rewards if _is_number(reward)]
+    return (min(known) + max(known)) / 2 if known else 0.0
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _token_spans(tokens: dict[str, Any], texts: Sequence[str]) -> str:
-    """Return tokens as HTML: classes for their colors, and their numbers below the pointer."""
-    constant = ""
-    columns = []
-    for measure in MEASURES:
-        values = tokens.get(measure.name)
-        if _is_number(values):
-            constant = _class(measure, values)
-        elif isinstance(values, list):
-            columns.append((measure, values))
-    spans = []
-    for index, text in enumerate(texts):
-        known = [
-            (measure, values[index])
-            for measure, values in columns
-            if index < len(values) and _is_number(values[index])
-        ]
-        classes = " ".join(filter(None, (_class(measure, value) for measure, value in known)))
-        numbers = " · ".join(f"{measure.label} {value:g}" for measure, value in known)
-        attributes = f' class="{classes}"' if classes else ""
-        # Tokens that the model did not choose have no numbers.
-        attributes += f' title="{numbers}"' if numbers else ' class="given"'
-        spans.append(f"<i{attributes}>{html.escape(text) or '·'}</i>")
-    return f'<div class="tokens {constant}">{"".join(spans)}</div>'
 
 
 def _class(measure: Measure, value: float) -> str:
@@ -530,72 +411,3 @@ def _class(measure: Measure, value: float) -> str:
         return ""
     is_negative = value < 0 and measure.negative_color
     return f"{measure.letter.upper() if is_negative else measure.letter}{level}"
-
-
-def style() -> str:
-    """Return the style sheet of the pages."""
-    rules = []
-    for measure in MEASURES:
-        chosen = f"#by-{measure.letter}:checked ~"
-        rules.append(
-            f"{chosen} .colors label[for=by-{measure.letter}] {{ border-color: var(--ink); }}"
-        )
-        rules.append(f"{chosen} .colors .legend-{measure.letter} {{ display: inline; }}")
-        signs = [(measure.letter, measure.color)]
-        if measure.negative_color:
-            signs.append((measure.letter.upper(), measure.negative_color))
-        for letter, color in signs:
-            for level in range(1, len(measure.thresholds) + 1):
-                name = f"{letter}{level}"
-                alpha = 0.06 + 0.1 * level
-                rules.append(
-                    f"{chosen} .page i.{name}, {chosen} .page .{name} i:not(.given)"
-                    f" {{ background: rgb({color} / {alpha:.2f}); }}"
-                )
-    return FIXED_STYLE + PICTURE_STYLE + "\n".join(rules) + "\n"
-
-
-FIXED_STYLE = """
-.page, .colors, .colors .lead span { display: none; }
-.page:target { display: block; }
-body:has(.page:target) main > :not(.pages) { display: none; }
-.pages { margin-top: 0; }
-.pages:has(.one:target) .colors { display: block; }
-.pages > input { position: fixed; opacity: 0; pointer-events: none; }
-.colors {
-  position: sticky; top: 0; z-index: 1; padding: 8px 0; background: var(--paper);
-  border-bottom: 1px solid var(--line); font-size: 13px;
-}
-.colors label {
-  display: inline-block; padding: 1px 8px; margin: 2px; border: 1px solid var(--line);
-  border-radius: 12px; cursor: pointer;
-}
-.colors .lead { margin: 4px 0 0; }
-.page nav { padding: 12px 0; font-size: 13px; } .page nav a, .links a { margin-right: 14px; }
-.page h2 { border: 0; padding: 0; }
-.page a, .links a { color: var(--blue); } .page a, .links a, .list a { text-decoration: none; }
-.list { list-style: none; margin: 0; padding: 0; }
-.list a {
-  display: block; padding: 10px 4px; border-top: 1px solid var(--line); color: var(--ink);
-  overflow-wrap: anywhere;
-}
-.list a:hover { background: var(--code); } .list b { margin-right: 10px; font-size: 13px; }
-.list small { color: var(--muted); }
-.group { font-size: 14px; margin: 22px 0 4px; overflow-wrap: anywhere; }
-.found { margin: 6px 0 14px; font-size: 13px; } .found a { white-space: nowrap; }
-.list span, .list small {
-  font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px;
-}
-.turns li { border-top: 1px solid var(--line); padding: 6px 0; white-space: pre-wrap; }
-.waits { width: 100%; } .waits rect { fill: var(--c); }
-.beside { display: grid; grid-template-columns: minmax(0, 1fr) 260px; gap: 28px; }
-.beside .prompt { overflow-wrap: anywhere; }
-.beside .completion, .tokens { margin-top: 10px; overflow-wrap: anywhere; }
-.tokens {
-  font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13.5px;
-  line-height: 1.75; white-space: pre-wrap;
-}
-.tokens i { font-style: normal; border-radius: 3px; box-decoration-break: clone; }
-.tokens i:hover { outline: 1px solid var(--muted); } .tokens .given { color: var(--muted); }
-@media (max-width: 720px) { .beside { grid-template-columns: minmax(0, 1fr); } }
-"""

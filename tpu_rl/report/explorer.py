@@ -1,12 +1,11 @@
-"""The part of a page that answers clicks: any metric over any axis, and tables that are sorted.
+"""The data of the part of a page that answers clicks: any metric over any axis.
 
-The only script of a finished page is here, and the page's policy names it by its digest. It writes
-texts of the run by `textContent` alone. Without it everything else of the page stays.
+page.js, the only script of a finished page, draws it, and sorts tables. It writes texts of the run
+by `textContent` alone. Without it everything else of the page stays.
 """
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,43 +35,13 @@ def differing(all_settings: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in names if len({of.get(name) for of in all_settings}) > 1]
 
 
-def section(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return the chart of free choice as HTML."""
+def data(runs: Sequence[Run], names: Sequence[str]) -> list[Any]:
+    """Return the data of the chart of free choice, one object for each run."""
     settings = [settings_of(run) for run in runs]
     changed = [name for name in differing(settings) if name != "run_dir"]
-    data = [
+    return [
         _data(run, name, of, changed) for run, name, of in zip(runs, names, settings, strict=True)
     ]
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    several = '<label><input type="checkbox" name="seeds"> one line for all seeds</label>'
-    return (
-        '<section id="explore"><h2>Any metric</h2><form class="lead">'
-        '<select name="y" aria-label="metric"></select> over '
-        '<select name="x" aria-label="axis"></select> '
-        f"{several if len(runs) > 1 else ''}</form>"
-        '<svg viewBox="0 0 800 300" class="free" role="img" aria-label="the chosen metric"></svg>'
-        f'<div class="keys"></div><script type="application/json">{text}</script></section>'
-    )
-
-
-def settings_table(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return the settings of several runs as HTML: those that differ, and the others folded."""
-    settings = [settings_of(run) for run in runs]
-    changed = differing(settings)
-    same = [name for name in settings[0] if name not in changed]
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("setting", *names))
-
-    def table(rows: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-        lines = ([row, *(column.get(row, "") for column in columns)] for row in rows)
-        cells = ("".join(f"<td>{html.escape(text)}</td>" for text in line) for line in lines)
-        return "".join(f"<tr>{line}</tr>" for line in cells)
-
-    return (
-        f'<section><h2>Settings that differ</h2><div class="overview"><table><tr>{heads}</tr>'
-        f"{table(changed, settings)}</table></div><details><summary>{len(same)} equal settings"
-        f'</summary><div class="overview"><table>{table(same, settings[:1])}</table></div>'
-        "</details></section>"
-    )
 
 
 def _data(run: Run, name: str, settings: Mapping[str, str], changed: Sequence[str]) -> Any:
@@ -101,170 +70,3 @@ def _tokens(row: Mapping[str, Any]) -> float:
 
 def _short(values: np.ndarray) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
-
-
-SCRIPT = """
-(() => {
-  const one = (query, of = document) => of.querySelector(query);
-  const svg = (name, values, text) => {
-    const made = document.createElementNS('http://www.w3.org/2000/svg', name);
-    for (const key in values) made.setAttribute(key, values[key]);
-    if (text !== undefined) made.textContent = text;
-    return made;
-  };
-  // Tables whose heads sort them.
-  for (const head of document.querySelectorAll('.sortable th')) head.onclick = () => {
-    const table = head.closest('table'), place = [...head.parentNode.children].indexOf(head);
-    const rows = [...table.rows].slice(1), text = row => row.cells[place].textContent;
-    const sign = head.dataset.sign = head.dataset.sign == '1' ? '-1' : '1';
-    rows.sort((a, b) => {
-      const [x, y] = [parseFloat(text(a)), parseFloat(text(b))];
-      if (isNaN(x) != isNaN(y)) return isNaN(x) ? 1 : -1;
-      return sign * (isNaN(x) ? text(a).localeCompare(text(b)) : x - y);
-    });
-    for (const row of rows) table.tBodies[0].append(row);
-  };
-  // Completions by text and reward.
-  const search = one('#search');
-  if (search) search.oninput = () => {
-    const words = search.elements.text.value.toLowerCase().split(' ').filter(Boolean);
-    const [low, high] = ['low', 'high'].map(name => parseFloat(search.elements[name].value));
-    let count = 0;
-    for (const item of document.querySelectorAll('#found li')) {
-      const page = one(item.firstChild.getAttribute('href')).textContent;
-      const text = (item.textContent + page).toLowerCase();
-      const reward = parseFloat(item.dataset.reward);
-      item.hidden = !words.every(word => text.includes(word)) ||
-        !isNaN(low) && !(reward >= low) || !isNaN(high) && !(reward <= high);
-      count += !item.hidden;
-    }
-    one('#count').textContent = count + ' completions';
-  };
-  const part = one('#explore');
-  if (!part) return;
-  const runs = JSON.parse(one('script', part).textContent), form = one('form', part).elements;
-  const add = (select, value, text) => {
-    const option = document.createElement('option');
-    option.value = value; option.textContent = text; select.append(option);
-  };
-  const metrics = [...new Set(runs.flatMap(run => Object.keys(run.lines)))].sort();
-  for (const name of metrics) add(form.y, name, name);
-  const first = ['eval/accuracy', 'eval/reward', 'eval/loss', 'reward/mean'];
-  form.y.value = first.find(name => metrics.includes(name)) || metrics[0];
-  ['steps', 'minutes', 'tokens'].forEach((name, index) => add(form.x, index, name));
-  if (runs.length > 1) {
-    for (const name in runs[0].settings) add(form.x, 's' + name, 'setting ' + name);
-    for (const name of metrics) add(form.x, 'm' + name, 'last ' + name);
-    add(form.x, 'p', 'all settings that differ');
-  }
-  const at = (xs, ys, x) => {
-    let i = xs.findIndex(value => value >= x);
-    if (i < 0) return ys[ys.length - 1];
-    if (!i) return ys[0];
-    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1] || 1);
-  };
-  // Parallel coordinates: an axis for each setting, and one for the last value of a metric.
-  const ladder = (drawing, keys, metric) => {
-    const shown = runs.filter(run => run.lines[metric]);
-    const names = Object.keys(runs[0].settings).slice(0, 8);
-    const rank = name => {
-      const values = [...new Set(shown.map(run => run.settings[name]))];
-      values.sort((a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b));
-      return values.map((text, i) => [text, values.length > 1 ? i / (values.length - 1) : .5]);
-    };
-    const axes = names.map(rank), ends = shown.map(run => run.lines[metric][1].at(-1));
-    const [low, high] = [Math.min(...ends), Math.max(...ends)];
-    const share = value => (value - low) / (high - low || 1);
-    axes.push([[String(low), 0], [String(high), 1]]);
-    const px = i => 60 + 660 * i / (axes.length - 1), py = part => 250 - 220 * part;
-    axes.forEach((axis, i) => {
-      drawing.append(svg('path', {class: 'grid', d: `M${px(i)} 30V250`}),
-        svg('text', {x: px(i), y: i % 2 ? 290 : 276, 'text-anchor': 'middle'},
-          names[i] || 'last ' + metric));
-      for (const [text, part] of axis) drawing.append(
-        svg('text', {x: px(i) + 4, y: py(part) + 4}, text.slice(0, 16)));
-    });
-    shown.forEach((run, number) => {
-      const end = run.lines[metric][1].at(-1);
-      const parts = names.map((name, i) => axes[i].find(row => row[0] == run.settings[name])[1]);
-      const points = [...parts, share(end)].map((part, i) => px(i) + ' ' + py(part));
-      drawing.append(svg('path', {class: 'line c' + number % 6, d: 'M' + points.join('L'),
-        'stroke-opacity': .25 + .75 * share(end)}));
-      drawing.lastChild.append(svg('title', {}, run.name + ': ' + end));
-    });
-    keys.textContent = 'A line is a run; the stronger, the higher its ' + metric + '. '
-      + names.length + ' of ' + Object.keys(runs[0].settings).length + ' settings.';
-  };
-  const draw = () => {
-    const over = form.x.value, isLine = '012'.includes(over), drawing = one('svg', part);
-    const last = (run, name) => run.lines[name] ? run.lines[name][1].at(-1) : NaN;
-    let lines = runs.filter(run => run.lines[form.y.value]).map(run => {
-      const [steps, values] = run.lines[form.y.value];
-      if (isLine) return {
-        name: run.name, group: run.group, y: values,
-        x: steps.map(step => over == '0' ? step : at(run.axes[0], run.axes[over], step))};
-      const name = over.slice(1);
-      const x = over[0] == 's' ? parseFloat(run.settings[name]) : last(run, name);
-      return {name: run.name, group: run.group, x: [x], y: [values.at(-1)]};
-    }).filter(line => line.x.every(isFinite));
-    if (over == 'p') {
-      drawing.replaceChildren();
-      return ladder(drawing, one('.keys', part), form.y.value);
-    }
-    if (form.seeds && form.seeds.checked) {
-      const groups = lines.reduce(
-        (all, of) => all.set(of.group, [...(all.get(of.group) || []), of]), new Map());
-      lines = [...groups.values()].map(of => {
-        const end = Math.min(...of.map(line => line.x.at(-1)));
-        const x = of[0].x.filter(value => value <= end);
-        const all = x.map(value => of.map(line => at(line.x, line.y, value)));
-        return {
-          name: of.map(line => line.name).join(', '), x,
-          y: all.map(values => values.reduce((a, b) => a + b) / values.length),
-          low: all.map(values => Math.min(...values)),
-          high: all.map(values => Math.max(...values))};
-      });
-    }
-    const xs = lines.flatMap(line => line.x);
-    const ys = lines.flatMap(line => [...line.y, ...(line.low || []), ...(line.high || [])]);
-    const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-    const px = x => 60 + 720 * (x - x0) / (x1 - x0 || 1);
-    const py = y => 270 - 250 * (y - y0) / (y1 - y0 || 1);
-    const path = (x, y) => x.map((value, i) => px(value).toFixed(1) + ' ' + py(y[i]).toFixed(1));
-    const keys = one('.keys', part);
-    drawing.replaceChildren(); keys.replaceChildren();
-    if (!lines.length) { keys.textContent = 'nothing to draw'; return; }
-    const short = value => String(+value.toPrecision(4));
-    for (const share of [0, .25, .5, .75, 1]) {
-      const [x, y] = [x0 + share * (x1 - x0), y0 + share * (y1 - y0)];
-      drawing.append(svg('path', {class: 'grid', d: `M60 ${py(y)}H780`}),
-        svg('text', {x: 54, y: py(y) + 4, 'text-anchor': 'end'}, short(y)),
-        svg('text', {x: px(x), y: 290, 'text-anchor': 'middle'}, short(x)));
-    }
-    lines.forEach((line, number) => {
-      const color = 'c' + number % 6, points = path(line.x, line.y);
-      if (line.low) drawing.append(svg('path', {class: 'band ' + color, d: 'M' + path(line.x,
-        line.high).concat(path(line.x, line.low).reverse()).join('L') + 'Z'}));
-      if (points.length > 1) drawing.append(svg('path', {class: 'line ' + color,
-        d: 'M' + points.join('L')}));
-      else drawing.append(svg('circle', {class: color, r: 4, cx: px(line.x[0]),
-        cy: py(line.y[0])}));
-      drawing.lastChild.append(svg('title', {}, line.name + ': ' + short(line.y.at(-1))));
-      const key = document.createElement('span');
-      key.className = 'key ' + color; key.textContent = line.name; keys.append(key);
-    });
-  };
-  one('form', part).oninput = draw;
-  draw();
-})();
-"""
-
-STYLE = """
-.free { width: 100%; height: auto; } .free text { font-size: 11px; fill: var(--muted); }
-.free .grid { stroke: var(--line); } .free circle, .free .band { fill: var(--c); }
-.free .line { fill: none; stroke: var(--c); stroke-width: 2px; } .free .band { opacity: 0.16; }
-#explore .key { overflow-wrap: anywhere; } #explore td { overflow-wrap: anywhere; }
-select, #search input { font: inherit; font-size: 13px; max-width: 100%; }
-#search input[name=text] { width: 18em; } #search input { width: 7em; }
-.sortable th { cursor: pointer; } #found { max-height: 420px; overflow-y: auto; }
-"""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tpu_rl.errors import unknown_name
 from tpu_rl.report import html_page
 from tpu_rl.report.chart_list import Chart
-from tpu_rl.report.page import build_page, document
+from tpu_rl.report.page import build_page
 from tpu_rl.report.run_data import read_run
 from tpu_rl.report.several import HEADLINES, build_comparison, names_of, overlaid
 
@@ -45,6 +45,6 @@ def charts_of(folders: Sequence[Path], metrics: Sequence[str]) -> Page:
         raise unknown_name("metric", missing[0], available, ", ".join(map(str, folders)))
     chosen = [Chart(name, "", {name: ""}) for name in metrics] or HEADLINES
     names = names_of(folders)
-    figures = list(filter(None, overlaid(runs, names, chosen)))
-    page = document(" · ".join(names), [html_page.section("", figures)])
+    figures = overlaid(runs, names, chosen)
+    page = html_page.render("charts.html", " · ".join(names), figures=figures)
     return Page(page, 140 + 250 * -(-len(figures) // 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 from tpu_rl.errors import InputError
 from tpu_rl.report import explorer, html_page
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
-from tpu_rl.report.page import document, lines_html
+from tpu_rl.report.html_page import Figure
+from tpu_rl.report.page import lines_figure
 from tpu_rl.report.run_data import Run, read_run
 
 MOST = 64
@@ -49,17 +49,25 @@ def build_comparison(
     names = names_of([Path(folder) for folder in run_dirs])
     if all(run.summary for run in runs):
         refresh_seconds = None
-    sections = [
-        _overview(runs, names),
-        explorer.section(runs, names),
-        explorer.settings_table(runs, names),
+    metrics = [
+        metric
+        for chart in HEADLINES
+        for metric in chart.metrics
+        if any(run.series(metric) is not None for run in runs)
     ]
-    if len(runs) <= MOST_LINES:
-        sections += [
-            html_page.section(title, overlaid(runs, names, chart_list))
-            for title, chart_list in SECTIONS.items()
-        ]
-    return document(" · ".join(names), sections, refresh_seconds)
+    settings = [explorer.settings_of(run) for run in runs]
+    shown = SECTIONS if len(runs) <= MOST_LINES else {}
+    return html_page.render(
+        "several.html",
+        " · ".join(names),
+        refresh_seconds,
+        runs=list(zip(names, runs, strict=True)),
+        metrics=metrics,
+        explorer=explorer.data(runs, names),
+        settings=settings,
+        differing=explorer.differing(settings),
+        sections={title: overlaid(runs, names, chart_list) for title, chart_list in shown.items()},
+    )
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -70,28 +78,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return ["/".join(folder.absolute().parts[-2:]) for folder in folders]
 
 
-def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return a table of the runs: their steps, and the last value of each headline metric."""
-    metrics = [
-        metric
-        for chart in HEADLINES
-        for metric in chart.metrics
-        if any(run.series(metric) is not None for run in runs)
-    ]
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        lines = [run.series(metric) for metric in metrics]
-        last = ["" if line is None else f"{line.y[-1]:.4g}" for line in lines]
-        steps = f"{run.rows[-1]['step']}" + ("" if run.summary else ", not finished")
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (name, steps, *last))
-        rows.append(f"<tr>{cells}</tr>")
-    heads = "".join(f"<th>{html.escape(head)}</th>" for head in ("run", "steps", *metrics))
-    heading = f"<h1>{html.escape(' · '.join(names))}</h1>"
-    table = f"<table class='sortable'><tr>{heads}</tr>{''.join(rows)}</table>"
-    return f'<header>{heading}<div class="overview">{table}</div></header>'
-
-
-def overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
+def overlaid(
+    runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]
+) -> list[Figure]:
     """Return a chart for each metric that a run has, with a line for each run."""
     figures = []
     for chart in chart_list:
@@ -100,5 +89,5 @@ def overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Cha
             if chart.log:
                 lines = [line for line in lines if line is not None and (line.y > 0).all()]
             title = f"{chart.title}: {label}" if label else chart.title
-            figures.append(lines_html(chart._replace(title=title), lines))
+            figures += lines_figure(chart._replace(title=title), lines)
     return figures

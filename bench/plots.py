@@ -1,21 +1,19 @@
 """Charts as files, for documents: matplotlib figures with labels at the lines instead of legends.
 
-The page draws its own charts (`charts`), because a figure costs matplotlib a tenth of a second.
-Every chart function returns a figure; `as_svg` and `save_png` turn it into text or a file. Figures
-do not touch the global state of pyplot.
+`line_chart` returns a figure, and `as_svg` turns it into text. Figures do not touch the global
+state of pyplot.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tpu_rl.report.axes import Axis, log_axis, step_axis, value_axis
+from tpu_rl.report.axes import Axis, step_axis, value_axis
 from tpu_rl.report.series import Series, running_mean
 
 if TYPE_CHECKING:
@@ -25,11 +23,9 @@ if TYPE_CHECKING:
 INK = "#1f2430"
 MUTED = "#6b7280"
 GRID = "#e6e8ec"
-PALE = "#9aa1ab"
 COLORS = ("#2a6496", "#d4762c", "#3a9188", "#b5495b", "#7a6aa8", "#8a8f98")
 WIDE = (10.4, 3.1)
-SMALL = (5.0, 2.3)
-"""Figure sizes in inches."""
+"""Size of a figure in inches."""
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
@@ -65,29 +61,13 @@ def as_svg(figure: Figure) -> str:
     )
 
 
-def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write the figure as a PNG."""
-    with _style():
-        figure.savefig(path, format="png", dpi=200, facecolor="white")
-
-
-def line_chart(
-    lines: Sequence[Series],
-    *,
-    size: tuple[float, float] = SMALL,
-    percent: bool = False,
-    log: bool = False,
-    x_label: str = "step",
-) -> Figure:
-    """Plot lines over steps, or over what `x_label` names.
-
-    Long noisy lines are pale, with their running mean on top.
-    """
+def line_chart(lines: Sequence[Series], percent: bool = False) -> Figure:
+    """Plot lines over steps. Long noisy lines are pale, with their running mean on top."""
     x_axis = step_axis(np.concatenate([line.x for line in lines]))
     values = np.concatenate([line.values() for line in lines])
-    y_axis = log_axis(values) if log else value_axis(values, percent=percent)
+    y_axis = value_axis(values, percent=percent)
     with _style():
-        figure, axes = _new_figure(size, labels=len(lines) > 1)
+        figure, axes = _new_figure(WIDE, labels=len(lines) > 1)
         labels = []
         thinned = (line.thinned() for line in lines)
         for line, color in zip(thinned, itertools.cycle(COLORS), strict=False):
@@ -100,45 +80,13 @@ def line_chart(
                 axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
             axes.plot(x, smooth, color=color, marker="o" if len(x) == 1 else "", markersize=4)
             labels.append(_Label(line.label, float(smooth[-1]), color))
-        _finish(axes, x_axis, y_axis, x_label)
+        _finish(axes, x_axis, y_axis)
         if len(lines) > 1:
             _label_ends(axes, labels)
         return figure
 
 
-def learning_curve(series: Series, *, title: str = "", percent: bool = True) -> Figure:
-    """Plot values with their intervals: points, a band, and the first and last value as labels.
-
-    `percent` says that the values are shares.
-    """
-    with _style():
-        figure, axes = _new_figure(WIDE, labels=True)
-        color = COLORS[0]
-        x, y = series.x, series.y
-        if series.band is not None:
-            axes.fill_between(x, *series.band, color=color, alpha=0.16, linewidth=0)
-            if len(x) == 1:
-                axes.plot(np.repeat(x, 2), np.ravel(series.band), color=color, alpha=0.4)
-        axes.axhline(y[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 4)))
-        axes.plot(x, y, color=color, linewidth=2.2, **_POINTS)
-        from_zero = float(series.values().min()) >= 0
-        y_axis = value_axis(series.values(), percent=percent, from_zero=from_zero)
-        _finish(axes, step_axis(x), y_axis)
-        label_colors = {float(y[0]): MUTED}
-        if len(y) > 1:
-            label_colors[float(y[-1])] = color  # Equal values share a label.
-        text = "{:.1%}" if percent else "{:.4g}"
-        labels = [_Label(text.format(value), value, ink) for value, ink in label_colors.items()]
-        _label_ends(axes, labels, size=11)
-        axes.text(
-            0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10, parse_math=False
-        )
-        return figure
-
-
 # --- parts of a chart ---
-
-_POINTS: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
 
 
 class _Label(NamedTuple):
@@ -170,17 +118,14 @@ def _new_figure(size: tuple[float, float], labels: bool) -> tuple[Figure, Axes]:
     return figure, figure.add_axes(box)
 
 
-def _finish(axes: Axes, x_axis: Axis, y_axis: Axis, x_label: str = "step") -> None:
+def _finish(axes: Axes, x_axis: Axis, y_axis: Axis) -> None:
     """Set limits, few round ticks, and the label of the x axis."""
-    if y_axis.is_log:
-        axes.set_yscale("log")
-        axes.minorticks_off()
     axes.set_ylim(y_axis.low, y_axis.high)
     axes.set_yticks(y_axis.ticks, y_axis.labels)
     margin = 0.02 * (x_axis.high - x_axis.low)
     axes.set_xlim(x_axis.low - margin, x_axis.high + margin)
     axes.set_xticks(x_axis.ticks, x_axis.labels)
-    axes.set_xlabel(x_label, color=MUTED, loc="right", labelpad=1)
+    axes.set_xlabel("step", color=MUTED, loc="right", labelpad=1)
 
 
 def _label_ends(axes: Axes, labels: Sequence[_Label], size: float = 8.5) -> None:
