@@ -110,6 +110,7 @@ def run(
     display: Any = types.ModuleType("IPython.display")
     display.Image = lambda path, **settings: path
     ipython: Any = types.ModuleType("IPython")
+    ipython.version_info = (9, 0)  # matplotlib asks for it.
     sys.modules |= {"IPython": ipython, "IPython.display": display}
     notebook = read(notebook_path)
     variables: dict[str, Any] = {"__name__": "__main__", "expand": expand, "shell": shell}

@@ -136,14 +136,6 @@ def _expected_step_seconds(line: Line) -> float:
     return line.step.times * line.step.loops * (line.expected_seconds or line.seconds)
 
 
-class Change(NamedTuple):
-    """Other settings, and the memory that the fullest step would then need."""
-
-    flags: str
-    total: float
-    """Estimated bytes of one chip."""
-
-
 def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
     """Return the line of a compiled step, for a train state of `state` bytes by purpose."""
     memory = step_memory(step, state)

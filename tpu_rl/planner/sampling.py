@@ -1,7 +1,7 @@
 """The sampler's jitted steps compiled for shapes.
 
 These are the tower that reads images of prompts; prefill, of later pools beside full slots too;
-decoding with two cache lengths; refilling slots, between segments and within them; and the growth
+decoding with the longest cache; refilling slots, between segments and within them; and the growth
 of the cache. Where a run calls a program for several sizes, the largest is planned.
 
 Speculative drafts are left out. They are made for few rows only: with them decoding is faster and
@@ -11,7 +11,6 @@ needs hardly more memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_rl import sampler
 from tpu_rl.models.attention import decode_kernel
 from tpu_rl.planner.steps import (
-    Compile,
     Compiled,
     Step,
     chip_bytes,
@@ -58,6 +56,11 @@ class SamplerCall(NamedTuple):
     images that it reads, and the number of features. None: prompts have no images."""
 
     @property
+    def length(self) -> int:
+        """Tokens of the longest cache of a row."""
+        return self.prompt_tokens + self.config.max_new_tokens
+
+    @property
     def slots(self) -> int:
         """Rows decoded at once, over all devices."""
         rows = self.prompts * self.config.samples_per_prompt
@@ -77,9 +80,9 @@ class SamplerCall(NamedTuple):
 
     def covers(self, other: SamplerCall) -> bool:
         """Return True if no program of another call needs more memory than this call's."""
-        same = (self.policy, self.prompt_tokens, self.config.max_new_tokens)
         return (
-            same == (other.policy, other.prompt_tokens, other.config.max_new_tokens)
+            (self.policy, self.prompt_tokens, self.length)
+            == (other.policy, other.prompt_tokens, other.length)
             and self.slots >= other.slots
             and self.pool_prompts >= other.pool_prompts
             and self.pools >= other.pools
@@ -88,9 +91,7 @@ class SamplerCall(NamedTuple):
         )
 
 
-def sampling_steps(
-    calls: Sequence[SamplerCall], params: Params, compile_with: Compile = compile_step
-) -> Iterator[Step]:
+def sampling_steps(calls: Sequence[SamplerCall], params: Params) -> Iterator[Step]:
     """Compile the steps of sampler calls: prefill, then decoding, by the longest cache first.
 
     `params` are the shapes of the train state. What a call reads beyond them is a copy of weights.
@@ -100,15 +101,7 @@ def sampling_steps(
         if not call.times and any(other.times and other.covers(call) for other in calls):
             continue
         copies = copied_weights(params, call.params)
-        yield from _call_steps(call, {"decoding weights": chip_bytes(copies)}, compile_with)
-
-
-def cache_lengths(max_new_tokens: int) -> list[int]:
-    """List the numbers of new tokens for which the planned caches have room.
-
-    These are the maximum, and a quarter of it, to show what length costs.
-    """
-    return sorted({_ceil_div(max_new_tokens, 4), max_new_tokens}, reverse=True)
+        yield from _call_steps(call, {"decoding weights": chip_bytes(copies)})
 
 
 def copied_weights(params: Params, read: Params) -> list[Any]:
@@ -117,26 +110,24 @@ def copied_weights(params: Params, read: Params) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(read) if id(leaf) not in shared and leaf.ndim]
 
 
-def _call_steps(
-    call: SamplerCall, weight_bytes: dict[str, int], compile_with: Compile
-) -> Iterator[Step]:
+def _call_steps(call: SamplerCall, weight_bytes: dict[str, int]) -> Iterator[Step]:
     config = call.config
     devices = slots.device_count(call.mesh)
     rows = _round_up(call.prompts * config.samples_per_prompt, devices)
     waits = rows > call.slots
     prompts = call.pool_prompts
-    outputs = _output_shapes(call, rows, config.max_new_tokens)
+    outputs = _output_shapes(call, rows)
     if call.tower is not None:
         function, *arguments, features = call.tower
         yield Step(
             f"tower{call.label}",
-            compile_with(call.mesh, function, *arguments),
+            compile_step(call.mesh, function, *arguments),
             weight_bytes | {"images": chip_bytes(arguments[1])},
             call.times,
             features,
             call.mesh,
         )
-    prefill, pool = _prefill(call, prompts, call.prompt_tokens, compile_with)
+    prefill, pool = _prefill(call, prompts, call.prompt_tokens)
     yield Step(
         f"prefill{call.label}",
         prefill,
@@ -148,9 +139,10 @@ def _call_steps(
     if pool is None:
         return
     if call.partial_prompts:
-        length = _longest_partial(config, call.prompt_tokens)
+        # Most are shorter. `sampler.requests` chooses the lengths.
+        length = _round_up(call.length, 128) if call.prompt_tokens % 128 == 0 else call.length
         texts = max(1, prompts // devices * call.prompt_tokens // length) * devices
-        partial, partial_pool = _prefill(call, texts, length, compile_with)
+        partial, partial_pool = _prefill(call, texts, length)
         yield Step(
             f"prefill{call.label}, partial completions",
             partial,
@@ -159,40 +151,36 @@ def _call_steps(
             texts * length,
             call.mesh,
         )
-    lengths = cache_lengths(config.max_new_tokens)
-    if not call.times:
-        lengths = lengths[:1]
-    for new_tokens in lengths:
-        empty = _empty_slots(call, new_tokens, pool)
-        # Of evaluations only the memory matters, and a segment that refills needs more.
-        if call.times or not waits or isinstance(empty, Compiled):
-            yield _decode_step(call, rows, new_tokens, empty, outputs, weight_bytes, compile_with)
-        if isinstance(empty, Compiled) or new_tokens < config.max_new_tokens:
-            continue
-        full = _cache_bytes(pool, empty, outputs)
-        if call.pools > 1:
-            name = f"prefill{call.label}, beside full slots"
-            tokens = prompts * call.prompt_tokens
-            yield Step(name, prefill, weight_bytes | full, 0, tokens, call.mesh)
-        yield _refill_step(call, pool, empty, weight_bytes | full, compile_with)
-        if waits:
-            yield _refilling_segment(call, pool, empty, outputs, weight_bytes | full, compile_with)
-        beside = (pool, outputs) if waits else (outputs,)
-        yield from _growth_step(call, empty, beside, weight_bytes, compile_with)
+    empty = _empty_slots(call, pool)
+    # Of evaluations only the memory matters, and a segment that refills needs more.
+    if call.times or not waits or isinstance(empty, Compiled):
+        yield _decode_step(call, rows, empty, outputs, weight_bytes)
+    if isinstance(empty, Compiled):
+        return
+    full = weight_bytes | _cache_bytes(pool, empty, outputs)
+    if call.pools > 1:
+        name = f"prefill{call.label}, beside full slots"
+        yield Step(name, prefill, full, 0, prompts * call.prompt_tokens, call.mesh)
+    taken = _row_shape(call.mesh, devices)
+    refill = compile_step(
+        call.mesh, slots.refill, call.mesh, pool, _queue_shapes(call), empty, taken
+    )
+    yield Step(f"refill{call.label}", refill, full, 0, 0, call.mesh)
+    if waits:
+        # How often it refills is not known to a compiler: the step counts one token and one refill.
+        segment = _compile_segment(call, (pool, _queue_shapes(call)), empty, outputs)
+        name = f"decode{call.label} with refills, per token"
+        yield Step(name, segment, full, 0, call.slots, call.mesh, decodes=True)
+    beside = (pool, outputs) if waits else (outputs,)
+    yield from _growth_step(call, empty, beside, weight_bytes)
 
 
-def _empty_slots(call: SamplerCall, new_tokens: int, pool: Any) -> slots.Slots | Compiled:
-    """Return the shapes of slots whose cache has room for `new_tokens` new tokens.
-
-    If they do not fit, return the refused program.
-    """
-    config = replace(call.config, max_new_tokens=new_tokens)
+def _empty_slots(call: SamplerCall, pool: Any) -> slots.Slots | Compiled:
+    """Return the shapes of slots with the longest cache, or the program if that is refused."""
     cache_shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
     keys = _key_shapes(call.mesh, call.slots)
-    length = call.prompt_tokens + new_tokens
-    arguments = (call.policy, config, call.params, keys, length, cache_shardings)
-    # Not `compile_with`: this program is no step of the plan, only the shapes it returns matter.
-    # It writes what later programs hold, and holds less.
+    arguments = (call.policy, call.config, call.params, keys, call.length, cache_shardings)
+    # This program is no step of the plan: it writes what later programs hold, and holds less.
     compiled = compile_step(call.mesh, slots.empty_slots, *arguments)
     if compiled.program is None:
         return compiled
@@ -202,60 +190,47 @@ def _empty_slots(call: SamplerCall, new_tokens: int, pool: Any) -> slots.Slots |
 def _decode_step(
     call: SamplerCall,
     rows: int,
-    new_tokens: int,
     empty: slots.Slots | Compiled,
     outputs: slots.Outputs,
     weight_bytes: dict[str, int],
-    compile_with: Compile,
 ) -> Step:
-    """Compile a decode segment whose cache has room for `new_tokens` new tokens.
+    """Compile a decode segment with the longest cache.
 
     No slot is refilled in it, so it takes as many decode steps as a segment can have. Refills cost
     little beside them.
     """
-    config = replace(call.config, max_new_tokens=new_tokens)
-    name = f"decode{call.label}, cache of {call.prompt_tokens + new_tokens:,}"
-    decode_steps = config.segments.steps
+    name = f"decode{call.label}, cache of {call.length:,}"
+    decode_steps = call.config.segments.steps
     tokens = call.slots * decode_steps
     if isinstance(empty, Compiled):
         return Step(name, empty, weight_bytes, 0, tokens, call.mesh, loops=decode_steps)
-    compiled = _compile_segment(call, config, (None, None), empty, outputs, compile_with)
-    times = 0.0
-    if config == call.config:
-        times = call.times * rows / call.slots * call.mean_new_tokens / decode_steps
-    needed = weight_bytes | _cache_bytes(empty, outputs)
     # In the mean of its decode steps, a row has half of its new tokens.
-    row_tokens = call.prompt_tokens + min(call.mean_new_tokens, new_tokens) / 2
+    row_tokens = call.prompt_tokens + call.mean_new_tokens / 2
     # The kernel reads the whole blocks of a prompt once for the rows that continue it.
-    members = min(config.samples_per_prompt, decode_kernel.MAX_MEMBERS)
+    members = min(call.config.samples_per_prompt, decode_kernel.MAX_MEMBERS)
     shared = call.prompt_tokens // decode_kernel.MAX_BLOCK * decode_kernel.MAX_BLOCK
     row_tokens -= shared * (1 - 1 / members)
     return Step(
         name,
-        compiled,
-        needed,
-        times,
+        _compile_segment(call, (None, None), empty, outputs),
+        weight_bytes | _cache_bytes(empty, outputs),
+        call.times * rows / call.slots * call.mean_new_tokens / decode_steps,
         tokens,
         call.mesh,
         loops=decode_steps,
-        cache_fill=row_tokens / (call.prompt_tokens + new_tokens),
+        cache_fill=row_tokens / call.length,
         decodes=True,
     )
 
 
 def _compile_segment(
-    call: SamplerCall,
-    config: sampler.SamplerConfig,
-    pool_and_queue: tuple[Any, Any],
-    empty: slots.Slots,
-    outputs: slots.Outputs,
-    compile_with: Compile,
+    call: SamplerCall, pool_and_queue: tuple[Any, Any], empty: slots.Slots, outputs: slots.Outputs
 ) -> Compiled:
-    return compile_with(
+    return compile_step(
         call.mesh,
         decode_loop.decode_segment,
         call.policy,
-        config,
+        call.config,
         call.mesh,
         call.params,
         *pool_and_queue,
@@ -267,39 +242,11 @@ def _compile_segment(
     )
 
 
-def _refilling_segment(
-    call: SamplerCall,
-    pool: Any,
-    empty: slots.Slots,
-    outputs: slots.Outputs,
-    needed: dict[str, int],
-    compile_with: Compile,
-) -> Step:
-    """Compile a decode segment that refills its slots.
-
-    How often it does so is not known to a compiler: the step counts one token and one refill.
-    """
-    queue = _queue_shapes(call)
-    compiled = _compile_segment(call, call.config, (pool, queue), empty, outputs, compile_with)
-    name = f"decode{call.label} with refills, per token"
-    return Step(name, compiled, needed, 0, call.slots, call.mesh, decodes=True)
-
-
-def _refill_step(
-    call: SamplerCall, pool: Any, empty: slots.Slots, needed: dict[str, int], compile_with: Compile
-) -> Step:
-    num_taken = _row_shape(call.mesh, slots.device_count(call.mesh))
-    arguments = (call.mesh, pool, _queue_shapes(call), empty, num_taken)
-    compiled = compile_with(call.mesh, slots.refill, *arguments)
-    return Step(f"refill{call.label}", compiled, needed, 0, 0, call.mesh)
-
-
 def _growth_step(
     call: SamplerCall,
     empty: slots.Slots,
     beside: Any,
     weight_bytes: dict[str, int],
-    compile_with: Compile,
 ) -> Iterator[Step]:
     """Compile the last growth of the cache, for the leaf whose copy needs the most memory.
 
@@ -328,7 +275,7 @@ def _growth_step(
     if not peaks:
         return
     number = max(peaks, key=lambda number: peaks[number])
-    compiled = compile_with(
+    compiled = compile_step(
         call.mesh,
         slots.resize_leaf,
         call.policy,
@@ -337,7 +284,7 @@ def _growth_step(
         old[number],
         None,
         call.slots,
-        call.prompt_tokens + config.max_new_tokens,
+        call.length,
         number,
         new[number].sharding,
     )
@@ -345,13 +292,10 @@ def _growth_step(
     yield Step(f"growth{call.label}", compiled, weight_bytes | needed, 0, 0, call.mesh)
 
 
-def _output_shapes(call: SamplerCall, rows: int, columns: int) -> slots.Outputs:
-    outputs = slots.Outputs(
-        *(
-            _row_shape(call.mesh, rows, columns, dtype=dtype)
-            for dtype in (jnp.int32, jnp.float32, jnp.float32)
-        )
-    )
+def _output_shapes(call: SamplerCall, rows: int) -> slots.Outputs:
+    columns = call.config.max_new_tokens
+    dtypes = (jnp.int32, jnp.float32, jnp.float32)
+    outputs = slots.Outputs(*(_row_shape(call.mesh, rows, columns, dtype=d) for d in dtypes))
     if not call.config.record_routing:
         return outputs
     routing = cache_ops.routing_shape(call.policy, call.params)
@@ -377,9 +321,7 @@ def _queue_shapes(call: SamplerCall) -> slots.Queue:
     )
 
 
-def _prefill(
-    call: SamplerCall, texts: int, length: int, compile_with: Compile
-) -> tuple[Compiled, Any]:
+def _prefill(call: SamplerCall, texts: int, length: int) -> tuple[Compiled, Any]:
     """Compile prefill for `texts` texts of `length` tokens. Returns the shapes of its result too.
 
     The shapes are None if the program does not fit.
@@ -388,7 +330,7 @@ def _prefill(
     lengths = _row_shape(call.mesh, texts)
     prompts = _row_shape(call.mesh, texts, 2)
     arguments = (call.policy, call.mesh, call.params, tokens, lengths, prompts)
-    compiled = compile_with(call.mesh, slots.prefill, *arguments)
+    compiled = compile_step(call.mesh, slots.prefill, *arguments)
     if compiled.program is None:
         return compiled, None
     return compiled, output_shapes(call.mesh, slots.prefill, arguments, compiled)
@@ -396,15 +338,6 @@ def _prefill(
 
 def _cache_bytes(*trees: Any) -> dict[str, int]:
     return {"cache": chip_bytes(trees)}
-
-
-def _longest_partial(config: sampler.SamplerConfig, prompt_tokens: int) -> int:
-    """Return the largest length in which a partial completion is read with its prompt.
-
-    Most are shorter. `sampler.requests` chooses the lengths.
-    """
-    total = prompt_tokens + config.max_new_tokens
-    return _round_up(total, 128) if prompt_tokens % 128 == 0 else total
 
 
 def _row_shape(mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,10 +60,6 @@ class Step(NamedTuple):
     """Share of the cache that rows fill in the mean of a rollout's decode steps."""
     decodes: bool = False
     """True for decode steps: see `estimates.decode_seconds`."""
-
-
-Compile = Callable[..., Compiled]
-"""`compile_step`, or a replacement with the same arguments."""
 
 
 def compile_step(mesh: Mesh, function: Any, *arguments: Any) -> Compiled:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -42,7 +42,7 @@ from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.train import sharding, update_step
 from tpu_rl.types import Model
 
-TRAIN_MESH = "train-mesh"
+TRAIN_MESH: Literal["train-mesh"] = "train-mesh"
 
 TEMPORARIES = 0.05
 """Share of a chip's memory that is left for what prefill and decoding compute: the planner's
@@ -272,14 +272,6 @@ class _Need(NamedTuple):
         return max(self.steady + TEMPORARIES * memory, self.growing) <= memory
 
 
-class _Choice(NamedTuple):
-    """A value for --sampling.tensor-parallel."""
-
-    size: TensorParallel
-    need: _Need
-    reason: str
-
-
 def device_memory(mesh: Mesh) -> int | None:
     """Return the bytes that a program may use on a device, or None if that is not known.
 
@@ -401,99 +393,85 @@ def _choose_sampling(
     memory: int | None,
     sampler_devices: tuple[Any, ...],
 ) -> tuple[ExperimentConfig, str]:
-    given = config.sampling.tensor_parallel
-    if sampler_devices:
-        return _choose_apart(config, model, mesh, memory, sampler_devices)
-    if mesh.size == 1:
+    """Choose the tensor parallelism of decoding; return the configuration, and a line about it."""
+    if mesh.size == 1 and not sampler_devices:
         return config, ""
-    if given is not None:
-        return config, f"decoding: {_spread(given, mesh)}"
-    if memory is None:
-        return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}"
-    if config.model.exact_sampling:
-        reason = "exact sampling adds up in the order of training"
-        return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}: {reason}"
-    if not any(mesh.shape[axis] > 1 for axis in sharding.RULES["embed"]):
-        reason = "it gathers no weights"
-        return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}: {reason}"
-
-    stages = _stages_that_sample(config, model, mesh)
-    if not stages:
-        return _with(config, TRAIN_MESH), ""
-    own_tokens = roles.has_attention_kernel(config, mesh)
-    needs = {size: _need(stages, size, own_tokens) for size in _sizes(stages, mesh.size)}
-    choice = _fastest(needs, memory)
-    if choice is None:
-        train_mesh = _need(stages, TRAIN_MESH, own_tokens)
-        choice = _Choice(
-            TRAIN_MESH,
-            train_mesh,
-            "no copy of the weights fits that need not be gathered for every token",
-        )
-        if not train_mesh.fits(memory):
-            reason = "nothing fits, and this is the least"
-            choices = [_Choice(size, need, reason) for size, need in needs.items()]
-            choices.append(_Choice(TRAIN_MESH, train_mesh, reason))
-            choice = min(choices, key=lambda choice: choice.need.growing)
-    line = (
-        f"decoding: {_spread(choice.size, mesh)}: {choice.reason} "
-        f"(about {choice.need.steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device; "
-        f"--sampling.tensor-parallel)"
+    size, reason = config.sampling.tensor_parallel, ""
+    if size is None:
+        size, reason = _tensor_parallel(config, model, mesh, memory, sampler_devices)
+        config = _with(config, size)
+    if reason is None:
+        return config, ""
+    count = len(sampler_devices) or mesh.size
+    spread = (
+        f"data {count // size} x tensor {size}" if isinstance(size, int) else "on the training mesh"
     )
-    return _with(config, choice.size), line
-
-
-def _fastest(needs: Mapping[int, _Need], memory: int) -> _Choice | None:
-    """Return the fastest tensor parallelism that fits, or None.
-
-    It is the smallest of those that are as fast, or of all if no time is known: whatever is split
-    further, devices must exchange.
-    """
-    fitting = {size: need for size, need in needs.items() if need.fits(memory)}
-    if not fitting:
-        return None
-    fastest = min(need.seconds or 0.0 for need in fitting.values())
-    size, need = next(
-        (size, need) for size, need in fitting.items() if (need.seconds or 0.0) <= AS_FAST * fastest
+    if not sampler_devices:
+        return config, f"decoding: {spread}{': ' * bool(reason)}{reason}"
+    if config.sampling.during_updates:
+        return config, (f"decoding: up to {config.batches_at_once} batches at once, during updates")
+    return config, (
+        f"decoding: {spread}, on devices that only sample{', ' * bool(reason)}{reason}; "
+        f"{mesh.size} for learning"
     )
-    reason = "the smallest tensor parallelism that fits"
-    if need.seconds:
-        reason = f"the fastest that fits, at least {1e3 * need.seconds:.1f} ms a token"
-    return _Choice(size, need, reason)
 
 
-def _choose_apart(
+def _tensor_parallel(
     config: ExperimentConfig,
     model: Model,
     mesh: Mesh,
     memory: int | None,
     sampler_devices: tuple[Any, ...],
-) -> tuple[ExperimentConfig, str]:
-    """Do the work of `choose_sampling` for devices that only sample."""
-    count = len(sampler_devices)
-    given = config.sampling.tensor_parallel
+) -> tuple[TensorParallel, str | None]:
+    """Return the tensor parallelism of decoding, and the reason, "" for none.
 
-    def line(size: TensorParallel, reason: str) -> str:
-        if config.sampling.during_updates:
-            return f"decoding: up to {config.batches_at_once} batches at once, during updates"
-        return (
-            f"decoding: {_spread(size, mesh, count)}, on devices that only sample{reason}; "
-            f"{mesh.size} for learning"
-        )
-
-    if given is not None:
-        return config, line(given, "")
+    The reason is None if nothing is sampled.
+    """
+    count = len(sampler_devices) or mesh.size
     if memory is None or count == 1:
-        return _with(config, 1), line(1, "")
+        return 1 if sampler_devices else TRAIN_MESH, ""
+    if not sampler_devices and config.model.exact_sampling:
+        return TRAIN_MESH, "exact sampling adds up in the order of training"
+    if not sampler_devices and all(mesh.shape[axis] == 1 for axis in sharding.RULES["embed"]):
+        return TRAIN_MESH, "it gathers no weights"
     stages = _stages_that_sample(config, model, mesh, sampler_devices)
+    if not stages:
+        return TRAIN_MESH, None
     own_tokens = roles.has_attention_kernel(config, mesh)
-    needs = {size: _need(stages, size, own_tokens) for size in _sizes(stages, count)}
-    choice = _fastest(needs, memory)
-    if choice is None:
+    needs: dict[TensorParallel, _Need] = {
+        size: _need(stages, size, own_tokens) for size in _sizes(stages, count)
+    }
+    size, reason = _fastest(needs, memory)
+    if size is None and not sampler_devices:
+        needs[TRAIN_MESH] = _need(stages, TRAIN_MESH, own_tokens)
+        if needs[TRAIN_MESH].fits(memory):
+            size = TRAIN_MESH
+            reason = "no copy of the weights fits that need not be gathered for every token"
+    if size is None:
         size = min(needs, key=lambda size: needs[size].growing)
-        choice = _Choice(size, needs[size], "nothing fits, and this is the least")
-    used = f"about {choice.need.steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device"
-    return _with(config, choice.size), line(choice.size, f", {choice.reason} ({used})")
+        reason = "nothing fits, and this is the least"
+    used = f"about {needs[size].steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device"
+    return size, f"{reason} ({used}; --sampling.tensor-parallel)"
+
+
+def _fastest(
+    needs: Mapping[TensorParallel, _Need], memory: int
+) -> tuple[TensorParallel | None, str]:
+    """Return the fastest tensor parallelism that fits, and why; None if none does.
+
+    It is the smallest of those that are as fast, or of all if no time is known: whatever is split
+    further, devices must exchange.
+    """
+    fitting: dict[TensorParallel, _Need] = {
+        size: need for size, need in needs.items() if need.fits(memory)
+    }
+    if not fitting:
+        return None, ""
+    most = AS_FAST * min(need.seconds or 0.0 for need in fitting.values())
+    size, need = next(item for item in fitting.items() if (item[1].seconds or 0.0) <= most)
+    if not need.seconds:
+        return size, "the smallest tensor parallelism that fits"
+    return size, f"the fastest that fits, at least {1e3 * need.seconds:.1f} ms a token"
 
 
 def _stages_that_sample(
@@ -509,12 +487,6 @@ def _stages_that_sample(
 
 def _with(config: ExperimentConfig, size: TensorParallel) -> ExperimentConfig:
     return replace(config, sampling=replace(config.sampling, tensor_parallel=size))
-
-
-def _spread(size: TensorParallel, mesh: Mesh, sampler_devices: int = 0) -> str:
-    if not isinstance(size, int):
-        return "on the training mesh"
-    return f"data {(sampler_devices or mesh.size) // size} x tensor {size}"
 
 
 def _reads(planned: StagePlan) -> list[Select]:

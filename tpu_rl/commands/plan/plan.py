@@ -175,9 +175,8 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
     for note in micro_batches.notes(config, model, devices.mesh, len(devices.sampler)):
         _say(f"note: {note}")
     made = plan_search.make_plan(config, target, model, say=_say)
-    changes = [] if made.fits(target) else plan_search.changes(config, made, target)
-    table.show(made, target, changes)
-    report = table.as_json(made, target, changes)
+    table.show(made, target)
+    report = table.as_json(made, target)
     if not flags.search:
         return report
     best = plan_search.search(config, target, model, _say)
@@ -185,8 +184,8 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
         print("--search: no mesh and micro-batch size of this run fits")
         return report
     print(f"the fastest settings that fit: {_search_flags(best)}")
-    table.show(best.plan, target, [])
-    return report | {"best": table.as_json(best.plan, target, [])}
+    table.show(best.plan, target)
+    return report | {"best": table.as_json(best.plan, target)}
 
 
 def _search_flags(best: Candidate) -> str:

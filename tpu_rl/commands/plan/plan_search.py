@@ -1,22 +1,20 @@
 """Plans of a run's configuration, and the search for settings that fit and are fast.
 
-`make_plan` compiles every step of a configuration. `changes` proposes settings that lower memory,
-by rough estimates. `search` compiles other meshes and micro-batches and returns the fastest that
-fits.
+`make_plan` compiles every step of a configuration. `search` compiles other meshes and micro-batches
+and returns the fastest that fits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from tpu_rl.algos import plugins
 from tpu_rl.commands import compose, micro_batches
-from tpu_rl.commands.config import ExperimentConfig, MeshConfig, require_trainable
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.commands.plan import meshes
 from tpu_rl.commands.plan.plan_steps import (
     StagePlan,
@@ -26,10 +24,9 @@ from tpu_rl.commands.plan.plan_steps import (
     state_bytes,
 )
 from tpu_rl.errors import InputError
-from tpu_rl.planner.estimates import Change, Line, Plan, Target
-from tpu_rl.planner.steps import Compile, compile_step
+from tpu_rl.planner.estimates import Line, Plan, Target
 from tpu_rl.sampler.config import TensorParallel
-from tpu_rl.train import sharding, update_step
+from tpu_rl.train import sharding
 from tpu_rl.types import Model
 
 STATE_MARGIN = 1.25
@@ -54,7 +51,6 @@ def make_plan(
     model: Model,
     parts: tuple[Part, ...] = ("sampling", "learning"),
     say: Say = lambda line: None,
-    compile_with: Compile = compile_step,
 ) -> Plan:
     """Compile every step of every stage for the target, or only some parts of the stages."""
     mesh, sampler_devices = compose.share_devices(config, target.devices, target.split, model=model)
@@ -81,163 +77,18 @@ def make_plan(
         name = plugins.display_name(stage.algorithm)
         if len(config.stages) > 1:
             name = f"{stage.index + 1} {name}"
-        for line in _stage_lines(planned, target, parts, compile_with):
+        for line in _stage_lines(planned, target, parts):
             say(f"{name}: {line.step.name} compiled in {line.step.compiled.seconds:.0f} s")
             lines.append((name, line))
     sizes = {axis: mesh.shape[axis] for axis in sharding.MESH_AXES}
     return Plan(sizes, config.batch.micro_batch_rows, lines)
 
 
-def _stage_lines(
-    planned: StagePlan, target: Target, parts: tuple[Part, ...], compile_with: Compile
-) -> Iterator[Line]:
+def _stage_lines(planned: StagePlan, target: Target, parts: tuple[Part, ...]) -> Iterator[Line]:
     if "sampling" in parts:
-        yield from sampling_lines(planned, target, compile_with)
+        yield from sampling_lines(planned, target)
     if "learning" in parts:
-        yield from learning_lines(planned, target, compile_with)
-
-
-# --- changes that lower memory ---
-
-
-class _Proposal(NamedTuple):
-    """Other settings, with their effect on memory by a rough estimate."""
-
-    flags: str
-    fields: dict[str, Any]
-    """Fields of the configuration that they replace."""
-    scales: dict[str, float]
-    """Part of the memory -> factor."""
-
-
-def changes(config: ExperimentConfig, plan: Plan, target: Target, count: int = 3) -> list[Change]:
-    """Return the changes that lower the memory of the fullest step the most.
-
-    These are rough estimates of what scales with what; `search` compiles what it proposes.
-    """
-    line = max((line for _, line in plan.lines), key=lambda line: line.memory.total)
-    config = replace(config, batch=replace(config.batch, micro_batch_rows=plan.micro_batch_rows))
-    parts = dict(line.memory.parts)
-    if line.step.name == "update":
-        # Some temporaries do not shrink with the rows: the summed gradients, which are float32,
-        # those of a micro-batch, and the weights in the compute dtype.
-        narrow = config.model.param_dtype != "float32" and not config.model.lora.rank
-        gradients = parts["parameters"] * (2 if narrow else 1)
-        parts["gradients"] = min(parts["temporaries"], gradients + parts["parameters"])
-        parts["temporaries"] -= parts["gradients"]
-
-    proposed = []
-    for proposal in _proposals(config, plan, line, len(target.devices)):
-        # Some do not work with the other settings: a row that cannot be cut so, pairs that no
-        # longer fit a row.
-        with contextlib.suppress(InputError):
-            require_trainable(replace(config, **proposal.fields))
-            total = sum(size * proposal.scales.get(name, 1.0) for name, size in parts.items())
-            proposed.append(Change(proposal.flags, total))
-    helpful = [change for change in proposed if change.total < 0.98 * line.memory.total]
-    return sorted(helpful, key=lambda change: change.total)[:count]
-
-
-def _proposals(
-    config: ExperimentConfig, plan: Plan, line: Line, devices: int
-) -> Iterator[_Proposal]:
-    mesh = MeshConfig(**plan.mesh)
-    batch = config.batch
-    sampling = config.sampling
-    lora = config.model.lora
-    learns = line.step.name in ("make_batch", "update")
-    row_devices = mesh.data * mesh.fsdp * mesh.expert
-    if mesh.data > 1:
-        sharded = replace(mesh, data=1, fsdp=mesh.data * mesh.fsdp)
-        state = ("parameters", "frozen", "optimizer", "other", "gradients")
-        yield _Proposal(
-            f"--mesh.data 1 --mesh.fsdp {sharded.fsdp}",
-            {"mesh": sharded},
-            dict.fromkeys(state, 1 / mesh.data),
-        )
-    if mesh.fsdp % 2 == 0:
-        # As many rows per device as before. Its heads, MLP and vocabulary are halved, the residual
-        # stream is not.
-        split = replace(mesh, fsdp=mesh.fsdp // 2, tensor=2 * mesh.tensor)
-        rows = max(1, batch.micro_batch_rows // 2)
-        yield _Proposal(
-            f"--mesh.fsdp {split.fsdp} --mesh.tensor {split.tensor}"
-            f" --batch.micro-batch-rows {rows}",
-            {"mesh": split, "batch": replace(batch, micro_batch_rows=rows)},
-            {"temporaries": 0.7} if learns else {},
-        )
-    if learns and batch.micro_batch_rows >= 2 * row_devices:
-        rows = max(row_devices, batch.micro_batch_rows // 2)
-        yield _Proposal(
-            f"--batch.micro-batch-rows {rows}",
-            {"batch": replace(batch, micro_batch_rows=rows)},
-            {"temporaries": rows / batch.micro_batch_rows},
-        )
-    if learns and batch.has_whole_products and update_step.takes_windows(line.step.mesh):
-        yield _Proposal(
-            "--batch.whole-products off",
-            {"batch": replace(batch, whole_products="off")},
-            {"temporaries": 0.85},
-        )
-    shortest = sampling.max_prompt_tokens + sampling.max_new_tokens
-    if learns and batch.row_length >= 2 * shortest:
-        length = max(shortest, batch.row_length // 2)
-        yield _Proposal(
-            f"--batch.row-length {length}",
-            {"batch": replace(batch, row_length=length)},
-            {"temporaries": length / batch.row_length},
-        )
-    if not learns and sampling.slots > batch.group_size:
-        rows = max(sampling.slots // 2, batch.group_size)
-        share = rows / sampling.slots
-        yield _Proposal(
-            f"--sampling.max-num-seqs {rows}",
-            {"sampling": replace(sampling, max_num_seqs=rows)},
-            {"cache": share, "temporaries": share},
-        )
-    if not learns and sampling.tensor_parallel == meshes.TRAIN_MESH and devices % 2 == 0:
-        tensor = math.gcd(devices, 8)
-        # One whole copy of the weights per `tensor` devices, and nothing gathered token by token.
-        # Most weights of a mixture are experts, which are not copied.
-        copies = 1.0 if mesh.expert > 1 else mesh.fsdp * mesh.tensor * mesh.context / tensor
-        yield _Proposal(
-            f"--sampling.tensor-parallel {tensor}",
-            {"sampling": replace(sampling, tensor_parallel=tensor)},
-            {"decoding weights": copies, "temporaries": 0.1},
-        )
-    if learns and batch.micro_batch_rows <= row_devices and mesh.fsdp % 2 == 0:
-        # A device has one row at most: only a part of a row is less.
-        split = replace(mesh, fsdp=mesh.fsdp // 2, context=2 * mesh.context)
-        rows = max(1, batch.micro_batch_rows // 2)
-        yield _Proposal(
-            f"--mesh.fsdp {split.fsdp} --mesh.context {split.context}"
-            f" --batch.micro-batch-rows {rows}",
-            {"mesh": split, "batch": replace(batch, micro_batch_rows=rows)},
-            {"temporaries": 0.5},
-        )
-    if not config.optimizer.offload and "optimizer" in line.memory.parts:
-        # The update fetches the optimizer's state. In measurements with AdamW its temporaries then
-        # grew by three quarters of what the moments took.
-        yield _Proposal(
-            "--optimizer.offload",
-            {"optimizer": replace(config.optimizer, offload=True)},
-            {"optimizer": 0.75 if line.step.name == "update" else 0.0},
-        )
-    if lora.rank and config.model.param_dtype == "float32":
-        # Only with LoRA: weights that train in bfloat16 lose small updates.
-        frozen = 0.5 if config.model.dtype == "float32" else 1.0
-        yield _Proposal(
-            "--model.param-dtype bfloat16",
-            {"model": replace(config.model, param_dtype="bfloat16")},
-            {"parameters": 0.5, "frozen": frozen, "gradients": 0.75},
-        )
-    if not lora.rank and "optimizer" in line.memory.parts:
-        # One frozen copy serves policy and reference. Only adapters have gradients and moments.
-        yield _Proposal(
-            "--model.lora.rank 16",
-            {"model": replace(config.model, lora=replace(lora, rank=16))},
-            {"optimizer": 0.02, "frozen": 0.0, "gradients": 0.2},
-        )
+        yield from learning_lines(planned, target)
 
 
 # --- search ---

@@ -39,7 +39,6 @@ from tpu_rl.planner import memory
 from tpu_rl.planner.estimates import Line, Target, estimate_step, model_flops
 from tpu_rl.planner.sampling import SamplerCall, sampling_steps
 from tpu_rl.planner.steps import (
-    Compile,
     Step,
     chip_bytes,
     compile_step,
@@ -174,9 +173,7 @@ def answers(context: RunContext, stage: Stage) -> bool:
     return bool(compose.read_for_evaluation(context, stage))
 
 
-def sampling_lines(
-    planned: StagePlan, target: Target, compile_with: Compile = compile_step
-) -> Iterator[Line]:
+def sampling_lines(planned: StagePlan, target: Target) -> Iterator[Line]:
     """Compile the stage's sampler calls, with the weights placed as the run places them."""
     context = planned.context
     stage = planned.stage
@@ -193,7 +190,7 @@ def sampling_lines(
         moved, sizes = _moved_for(planned._replace(context=unrounded), for_evaluation)
         phases.append((moved, sizes, _calls_to_evaluate(moved)))
     for moved, sizes, calls in phases:
-        for step in sampling_steps(calls, moved.state.params, compile_with):
+        for step in sampling_steps(calls, moved.state.params):
             yield estimate_step(step, sizes, target)
 
 
@@ -321,16 +318,14 @@ def _calls_to_learn_from(planned: StagePlan) -> list[SamplerCall]:
 # --- learning ---
 
 
-def learning_lines(
-    planned: StagePlan, target: Target, compile_with: Compile = compile_step
-) -> Iterator[Line]:
+def learning_lines(planned: StagePlan, target: Target) -> Iterator[Line]:
     """Compile the stage's learning steps."""
     sizes = state_bytes(planned)
-    for step in learning_steps(planned, compile_with):
+    for step in learning_steps(planned):
         yield estimate_step(step, sizes, target)
 
 
-def learning_steps(planned: StagePlan, compile_with: Compile = compile_step) -> Iterator[Step]:
+def learning_steps(planned: StagePlan) -> Iterator[Step]:
     """Compile make_batch (advantages, reference log-probs) and the update."""
     context, stage, state = planned.context, planned.stage, planned.state
     config, mesh = context.config, context.mesh
@@ -341,7 +336,7 @@ def learning_steps(planned: StagePlan, compile_with: Compile = compile_step) -> 
 
     make_batch = update_step.make_batch_step(algorithm, compose.training_options(config, mesh))
     arguments = (experience, state.params, state.algorithm_state)
-    compiled = compile_with(mesh, make_batch, *arguments)
+    compiled = compile_step(mesh, make_batch, *arguments)
     batch_bytes = chip_bytes(experience)
     if compiled.program is None:
         yield Step("make_batch", compiled, {"batch": batch_bytes}, 1, tokens, mesh)
@@ -354,7 +349,7 @@ def learning_steps(planned: StagePlan, compile_with: Compile = compile_step) -> 
     update = compose.make_update_step(context, stage, algorithm, learning, state)
     yield Step(
         "update",
-        compile_with(mesh, update, state, minibatch),
+        compile_step(mesh, update, state, minibatch),
         {"batch": batch_bytes + chip_bytes(minibatch)},
         config.batch.num_minibatches * config.batch.ppo_epochs,
         tokens // config.batch.num_minibatches,

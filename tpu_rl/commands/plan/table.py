@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tpu_rl.planner.estimates import DECODE_SHARE, Change, Line, Plan, Target
+from tpu_rl.planner.estimates import DECODE_SHARE, Line, Plan, Target
 
 MIB = 2**20
 GIB = 2**30
@@ -28,9 +27,9 @@ SPEED_COLUMNS = (
 )
 
 
-def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
-    """Print the memory and the speed of each step, the largest arrays of those that do not fit, and
-    `changes` that would help."""
+def show(plan: Plan, target: Target) -> None:
+    """Print the memory and the speed of each step, and the largest arrays of those that do not
+    fit."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     memory = "" if target.memory is None else f", {target.memory / GIB:.2f} GiB each"
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
@@ -62,13 +61,10 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
     uncounted = sorted({name for estimate in estimates for name in estimate.uncounted})
     if uncounted:
         console.print(f"kernels whose FLOPs are not counted: {', '.join(uncounted)}", markup=False)
-    if changes:
+    if not plan.fits(target):
         console.print(
-            "changes that would reduce the memory of the fullest step the most"
-            " (estimates; --search compiles other settings):"
+            "flags that need less memory: docs/how-to/large_models.md; --search tries other meshes"
         )
-        for change in changes:
-            console.print(f"  {change.flags}: {change.total / GIB:.2f} GiB", markup=False)
 
 
 def basis(plan: Plan) -> list[str]:
@@ -186,7 +182,7 @@ def _show_largest(console: Console, plan: Plan, target: Target) -> None:
             console.print(f"  {message.splitlines()[0][:300]}", markup=False)
 
 
-def as_json(plan: Plan, target: Target, changes: Sequence[Change]) -> dict[str, Any]:
+def as_json(plan: Plan, target: Target) -> dict[str, Any]:
     """Return the plan as plain values, for --json."""
     return {
         "target": {"name": target.name, "devices": len(target.devices), "bytes": target.memory},
@@ -197,7 +193,6 @@ def as_json(plan: Plan, target: Target, changes: Sequence[Change]) -> dict[str, 
         "expected_seconds": plan.expected_seconds,
         "basis": basis(plan),
         "steps": [_step_json(stage, line, target) for stage, line in plan.lines],
-        "changes": [{"flags": change.flags, "bytes": round(change.total)} for change in changes],
     }
 
 
