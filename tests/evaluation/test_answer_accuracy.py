@@ -237,19 +237,20 @@ def test_evaluation_of_a_policy_that_guesses():
     engine = scripted_engine(["#5", "#6"], reward, config)
     result = evaluate(engine, {}, rows, readers)
 
-    assert result.n == len(result.problems) == 60
+    assert result.accuracy.n == len(result.problems) == 60
     assert (result.well_formed, result.mean_length) == (1.0, 3.0)
     assert result.errors == []
     # Two problems are guessed half of the time, and one never.
-    assert result.accuracy == pytest.approx(1 / 3, abs=0.08)
-    assert result.low < result.accuracy < result.high
-    assert (result.low, result.high) == wilson(60 * result.accuracy, 60)
+    value, low, high, _ = result.accuracy
+    assert value == pytest.approx(1 / 3, abs=0.08)
+    assert low < value < high
+    assert (low, high) == wilson(60 * value, 60)
     for problem in result.problems:
         right = {"4+1=": "#5", "5+1=": "#6"}.get(problem.prompt)
         assert problem.correct == [text == right for text in problem.completions]
         assert problem.answers == [int(text[1:]) for text in problem.completions]
     assert pass_at(result.problems, 4).value == pytest.approx(2 / 3 * 15 / 16, abs=0.08)
-    assert pass_at(result.problems, 1).value == pytest.approx(result.accuracy)
+    assert pass_at(result.problems, 1).value == pytest.approx(result.accuracy.value)
 
     assert evaluate(engine, {}, rows, readers) == result
     greedy = SamplerConfig(
@@ -257,7 +258,7 @@ def test_evaluation_of_a_policy_that_guesses():
     )
     truncated = evaluate(scripted_engine(["#5", "#6"], reward, greedy), {}, rows, readers)
     assert (truncated.well_formed, truncated.mean_length) == (0.0, 2.0)
-    assert truncated.accuracy == pytest.approx(1 / 3)
+    assert truncated.accuracy.value == pytest.approx(1 / 3)
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def test_letters_of_multiple_choice_vote():
     letters = [[text[1] for text in problem.completions] for problem in result.problems]
     assert [problem.answers for problem in result.problems] == letters
     shares = [group.count("A") / 5 for group in letters]
-    assert result.accuracy == pytest.approx(np.mean(shares))
+    assert result.accuracy.value == pytest.approx(np.mean(shares))
     votes = [share > 0.5 for share in shares]
     assert 0 < answer_accuracy.majority_vote(result.problems).value == np.mean(votes) < 1
 
@@ -321,7 +322,7 @@ def test_reward_may_fail_on_the_share_that_the_run_allows():
         evaluate(scripted_engine(["#5"], functions, config), {}, rows)
     assert "choosy" in str(error.value)
     result = evaluate(scripted_engine(["#5"], functions, config, max_fault_share=1.0), {}, rows)
-    assert (result.accuracy, result.n, len(result.errors)) == (1.0, 1, 3)
+    assert (result.accuracy.value, result.accuracy.n, len(result.errors)) == (1.0, 1, 3)
 
 
 @pytest.mark.slow
@@ -344,7 +345,7 @@ def test_completions_that_are_not_scored_are_left_out():
 
     config = SamplerConfig(max_new_tokens=4, stop_ids=TOKENIZER.eos_ids)
     result = evaluate(scripted_engine(["#5"], {"grade": grade}, config), {}, rows)
-    assert (result.accuracy, result.n, result.reads_answers) == (1.0, 2, False)
+    assert (result.accuracy.value, result.accuracy.n, result.reads_answers) == (1.0, 2, False)
     assert [problem.prompt for problem in result.problems] == ["4+1=", "6+1="]
 
 
@@ -357,7 +358,7 @@ def test_graded_rewards_have_a_mean_of_the_scored_problems():
 
     config = SamplerConfig(max_new_tokens=4, stop_ids=TOKENIZER.eos_ids)
     result = evaluate(scripted_engine(["#5"], {"grade": grade}, config), {}, rows)
-    assert result.accuracy == 0.5
+    assert result.accuracy.value == 0.5
     assert result.reward == pytest.approx(mean_estimate([0.4, 2.0]))
 
 

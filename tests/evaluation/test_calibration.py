@@ -10,6 +10,7 @@ import pytest
 from tests.fixtures.reward_scores import score
 from tpu_rl.commands import evaluators
 from tpu_rl.evaluation import calibration
+from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rewards.spans import read_confidence
 
 
@@ -105,10 +106,10 @@ def test_only_scored_completions_with_a_confidence_count():
 def test_evaluations_report_calibration_without_what_is_not_defined():
     texts = completions_of([9, 8])
     result = SimpleNamespace(
-        **dict.fromkeys(("accuracy", "low", "high", "well_formed", "mean_length", "n"), 1.0),
+        **dict.fromkeys(("accuracy", "reward"), Estimate(1.0, 1.0, 1.0, 2)),
+        **dict.fromkeys(("well_formed", "mean_length"), 1.0),
         errors=[],
         is_graded=False,
-        reward=SimpleNamespace(value=1.0, low=1.0, high=1.0),
         calibration=calibration.of_completions(texts, np.ones(2)),
     )
     metrics = evaluators._answer_metrics("eval/", cast(Any, result), {})

@@ -306,19 +306,13 @@ def _answer_metrics(
             f"the first: {result.errors[0]}",
             file=sys.stderr,
         )
-    accuracy = {
-        f"{prefix}accuracy": result.accuracy,
-        f"{prefix}accuracy_low": result.low,
-        f"{prefix}accuracy_high": result.high,
-    }
-    measured = ({} if result.is_graded else accuracy) | {
-        f"{prefix}reward": result.reward.value,
-        f"{prefix}reward_low": result.reward.low,
-        f"{prefix}reward_high": result.reward.high,
+    accuracy = result.accuracy.as_metrics(f"{prefix}accuracy", f"{prefix}n")
+    measured = result.reward.as_metrics(f"{prefix}reward", f"{prefix}n") | {
         f"{prefix}well_formed": result.well_formed,
         f"{prefix}length_mean": result.mean_length,
-        f"{prefix}n": result.n,
+        f"{prefix}n": result.accuracy.n,
     }
+    measured = measured if result.is_graded else accuracy | measured
     if result.calibration is not None:
         measures = result.calibration._asdict()
         for name in calibration.MEASURES:
@@ -326,12 +320,7 @@ def _answer_metrics(
             # AUROC is not defined where all answers are right.
             measured |= {f"{prefix}confidence_{name}": value} if math.isfinite(value) else {}
     for name, estimate in further.items():
-        measured |= {
-            f"{prefix}reward/{name}": estimate.value,
-            f"{prefix}reward/{name}_low": estimate.low,
-            f"{prefix}reward/{name}_high": estimate.high,
-            f"{prefix}reward/{name}_n": estimate.n,
-        }
+        measured |= estimate.as_metrics(f"{prefix}reward/{name}")
     return measured
 
 
@@ -373,7 +362,9 @@ def _losses(context: RunContext, stage: Stage, params: Params) -> Evaluate | Non
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
         metrics = {}
         for name, loss in losses.items():
-            metrics |= held_out_loss.as_metrics(loss(params), _prefix(name))
+            estimate = loss(params)
+            # None of the texts may have a token to learn.
+            metrics |= estimate.as_metrics(f"{_prefix(name)}loss") if estimate.n else {}
         return metrics
 
     return evaluate

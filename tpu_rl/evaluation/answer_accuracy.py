@@ -48,12 +48,8 @@ class Evaluation:
     is_graded: bool
     """True if the first reward gave other values than 0 and 1, or -1 and 1. Then it says how good
     a completion is and not whether it is right: report `reward`, not `accuracy`."""
-    accuracy: float
-    """Share of correct completions: pass@1."""
-    low: float
-    high: float
-    n: int
-    """Problems with a scored completion."""
+    accuracy: Estimate
+    """Share of correct completions: pass@1. It counts problems with a scored completion."""
     reward: Estimate
     """The mean of the reward that says what is correct: of the completions of a problem, and then
     of the problems."""
@@ -129,13 +125,9 @@ def evaluate(
                 )
             )
     is_graded = _is_graded(judged[np.isfinite(judged)])
-    accuracy = estimate([float(np.mean(problem.correct)) for problem in problems])
     return Evaluation(
         is_graded=is_graded,
-        accuracy=accuracy.value,
-        low=accuracy.low,
-        high=accuracy.high,
-        n=accuracy.n,
+        accuracy=estimate([float(np.mean(problem.correct)) for problem in problems]),
         reward=_mean_reward(judged, group_size),
         rewards={name: _mean_reward(values, group_size) for name, values in scored.parts.items()},
         total=_mean_reward(scored.rewards, group_size),

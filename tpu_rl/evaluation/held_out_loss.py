@@ -60,15 +60,3 @@ def _loss(
         return intervals.ratio_estimate(totals, [len(text) for text in texts])
 
     return loss
-
-
-def as_metrics(loss: Estimate, prefix: str) -> dict[str, float]:
-    """Return a loss as four metrics; none if no text has a token to learn."""
-    if not loss.n:
-        return {}
-    return {
-        f"{prefix}loss": loss.value,
-        f"{prefix}loss_low": loss.low,
-        f"{prefix}loss_high": loss.high,
-        f"{prefix}loss_n": loss.n,
-    }

@@ -18,6 +18,11 @@ class Estimate(NamedTuple):
     high: float
     n: int
 
+    def as_metrics(self, name: str, n: str = "") -> dict[str, float]:
+        """Return it as four metrics; `n` is the name of the last, if not that of the value."""
+        ends = {f"{name}_low": self.low, f"{name}_high": self.high}
+        return {name: self.value, **ends, n or f"{name}_n": self.n}
+
 
 def estimate(shares: Sequence[float]) -> Estimate:
     """Return the mean of one number in [0, 1] per problem, with its interval.

@@ -82,8 +82,7 @@ def ranking_accuracy(
 
     def evaluate(params: Params) -> dict[str, float]:
         right = sharding.to_host(accuracies(params, Experience(held_out, layout)))
-        measured = as_metrics("eval/", by_problem(right, problems))
-        return measured | as_metrics("eval/length_only_", length_rule)
+        return beside_lengths(by_problem(right, problems), length_rule)
 
     return evaluate
 
@@ -122,8 +121,7 @@ def graded_accuracy(
     def evaluate(params: Params) -> dict[str, float]:
         texts = [text for of_row in log_probs(params, held_out, to_pairs) for text in of_row]
         policy = np.array([text.sum(dtype=np.float64) for text in texts])
-        measured = as_metrics("eval/", good_above_bad(policy - reference, good))
-        return measured | as_metrics("eval/length_only_", length_rule)
+        return beside_lengths(good_above_bad(policy - reference, good), length_rule)
 
     return evaluate
 
@@ -188,14 +186,12 @@ def longer_or_shorter(train_lengths: np.ndarray, held_out_lengths: np.ndarray) -
     return right if longer_wins(train_lengths).mean() >= 0.5 else 1 - right
 
 
-def as_metrics(prefix: str, estimate: intervals.Estimate) -> dict[str, float]:
-    """Return an estimate as four metrics."""
-    return {
-        f"{prefix}accuracy": estimate.value,
-        f"{prefix}accuracy_low": estimate.low,
-        f"{prefix}accuracy_high": estimate.high,
-        f"{prefix}n": estimate.n,
-    }
+def beside_lengths(measured: intervals.Estimate, by_length: intervals.Estimate) -> dict[str, float]:
+    """Return the metrics of an accuracy, and of the one that lengths alone have."""
+    metrics = {}
+    for prefix, estimate in (("eval/", measured), ("eval/length_only_", by_length)):
+        metrics |= estimate.as_metrics(f"{prefix}accuracy", f"{prefix}n")
+    return metrics
 
 
 def by_problem(shares: np.ndarray, problems: Sequence[int]) -> intervals.Estimate:

@@ -21,7 +21,7 @@ import numpy as np
 
 from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
-from tpu_rl.evaluation import intervals, pair_accuracy
+from tpu_rl.evaluation import intervals
 from tpu_rl.evaluation.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
 from tpu_rl.experience.config import FLIPPED
 from tpu_rl.experience.sources import pairing
@@ -56,7 +56,7 @@ def as_evaluator(judge: Judge) -> Callable[[Params, bool], dict[str, float]]:
         measured: dict[str, float] = {}
         for name, estimate in judge(params, slices):
             prefix = f"eval/{name}_" if name else "eval/"
-            measured |= pair_accuracy.as_metrics(prefix, estimate)
+            measured |= estimate.as_metrics(f"{prefix}accuracy", f"{prefix}n")
         return measured
 
     return evaluate

@@ -115,11 +115,10 @@ def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
 def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: np.ndarray) -> Line:
     """Return the line of an evaluation; `kl` [N] is that of its completions."""
     majority = answer_accuracy.majority_vote(result.problems) if result.reads_answers else None
-    accuracy = Estimate(result.accuracy, result.low, result.high, result.n)
     return Line(
         name,
         kl_coef,
-        accuracy,
+        result.accuracy,
         result.reward,
         majority,
         float(kl.mean()),

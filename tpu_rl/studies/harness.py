@@ -180,11 +180,10 @@ def _estimates(results: Mapping[str, Any]) -> dict[str, Estimate]:
 def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     """Return estimates as metrics, four of each."""
     metrics = {}
-    for label, (value, low, high, n) in estimates.items():
+    for label, estimate in estimates.items():
         name = f"eval/{'/'.join(label.split())}"
-        metrics[name] = value
-        if math.isfinite(low):
-            metrics |= {f"{name}_low": low, f"{name}_high": high, f"{name}_n": n}
+        has_interval = math.isfinite(estimate.low)
+        metrics |= estimate.as_metrics(name) if has_interval else {name: estimate.value}
     return metrics
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,12 +48,12 @@ from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.experience.rows import tasks
-from tpu_rl.ranges import Conflicts, Count, In, Needs, Positive
+from tpu_rl.ranges import Conflicts, Count, In, Needs
 from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Scorer
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.text_scores import Score
-from tpu_rl.studies import entropy, guided_accuracy, harness, model_kl, step_search
+from tpu_rl.studies import guided_accuracy, harness, model_kl, step_search
 from tpu_rl.studies.step_search import StepSearch
 from tpu_rl.tokenizers import TokenizerConfig, require_same_tokens
 from tpu_rl.types import Params, Purpose
@@ -90,7 +91,7 @@ class DataFlags:
     preset's or run's."""
     templates: tuple[str, ...] = ()
     """Texts with {prompt} in them. All problems are answered once in each of them, and each has a
-    line of its own. The default are the run's, one for each problem."""
+    table of its own. The default are the run's, one for each problem."""
     min_pixels: int | None = None
     """The least pixels that images are scaled to, as in training. The default is the run's, or that
     of the model's preprocessor_config.json."""
@@ -162,10 +163,6 @@ class Flags:
     ] = None
     """Report the KL divergence per token of the model to this model or run, on --samples
     completions of each problem at temperature 1."""
-    target_entropy: Annotated[
-        Positive | None, Conflicts("greedy", "guide", "data.templates", why=ONE_NUMBER)
-    ] = None
-    """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
     guide: Annotated[str | None, Conflicts("data.templates", why=ONE_NUMBER)] = None
     """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
@@ -205,7 +202,8 @@ def main(argv: list[str]) -> int:
     preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
     demonstrations = [row for row in rows if tasks.brings_text(row)]
     if demonstrations and flags.guide is None:
-        report_loss(flags, loss(config, language, params, demonstrations))
+        estimate = loss(config, language, params, demonstrations)
+        show(flags.model, [line_of("loss, nats per token", estimate, ".4f")], n="rows")
     is_judged = config.evaluation_reward is not None or compose.is_judged(config)
     if not is_judged or not problems:
         return 0
@@ -213,16 +211,19 @@ def main(argv: list[str]) -> int:
     if flags.guide is not None:
         report_guided(config, language, params, problems, scorer, flags)
         return 0
-    if flags.data.templates:
-        report_templates(flags, config, language, params, problems, scorer)
-        return 0
     score = None if flags.kl_to is None else other_score(flags, config, language)
-    results = answer(config, language, params, problems, scorer, flags)
-    report(flags, scorer, results)
-    if score is not None:
-        report_kl(flags, model_kl.per_token(results["sampled"].rollout, score))
-    if flags.target_entropy is not None:
-        report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
+    for template in flags.data.templates or ("",):
+        asked = (
+            [tasks.with_template(row, (template,)) for row in problems] if template else problems
+        )
+        results = answer(config, language, params, asked, scorer, flags)
+        report(f"{flags.model}, {template}" if template else flags.model, flags, scorer, results)
+        if score is not None:
+            kl = model_kl.per_token(results["sampled"].rollout, score)
+            print(
+                f"KL({flags.model} || {flags.kl_to}): {kl.value:z.4f} nats per token "
+                f"({kl.low:z.4f} to {kl.high:z.4f}, {kl.n} problems)"
+            )
     return 0
 
 
@@ -468,17 +469,18 @@ def report_guided(
     evaluate_q_sharp.report(title, lines, judged, flags.samples)
 
 
-def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None:
+def report(title: str, flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None:
     """Print a table of all measures, and errors of the rewards."""
-    table = Table("", "value", "95 % interval", "problems", title=escape(flags.model))
-    for line in table_lines(flags, scorer, results):
-        table.add_row(*map(escape, line))
+    lines = [share_line(name, estimate) for name, estimate in measures(flags, results)]
+    for name, result in results.items():
+        for reward, estimate in mean_rewards(scorer, result).items():
+            lines.append(line_of(f"mean {reward}, {name}", estimate, ".3g"))
+    show(title, lines)
     console = Console()
-    console.print(table)
     for name, result in results.items():
         formed = "well formed" if result.reads_answers else "ended"
         console.print(
-            f"{name}: {percent(result.well_formed)} % {formed}, "
+            f"{name}: {100 * result.well_formed:.1f} % {formed}, "
             f"{result.mean_length:.1f} tokens on average"
         )
         if result.calibration is not None:
@@ -487,6 +489,31 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
     for note in judge_notes(flags, results):
         console.print(note, style="yellow", markup=False)
+
+
+Line = tuple[str, str, str, str]
+"""A line of a table: its name, a value, the value's interval, and of how many."""
+
+
+def show(title: str, lines: Iterable[Line], value: str = "value", n: str = "problems") -> None:
+    """Print a table; `value` and `n` are the heads of its columns."""
+    table = Table("", value, "95 % interval", n, title=escape(title))
+    for line in lines:
+        table.add_row(*map(escape, line))
+    Console().print(table)
+
+
+def share_line(name: str, estimate: Estimate) -> Line:
+    """Return a line of a share, in percent."""
+    value, low, high = (f"{100 * share:.1f}" for share in estimate[:3])
+    return name, f"{value} %", f"{low} to {high}", str(estimate.n)
+
+
+def line_of(name: str, estimate: Estimate, form: str) -> Line:
+    """Return a line of an estimate in a number format. Its interval is "none" if it has no ends."""
+    value, low, high = (f"{number:{form}}" for number in estimate[:3])
+    limits = f"{low} to {high}" if math.isfinite(estimate.low) else "none"
+    return name, value, limits, str(estimate.n)
 
 
 def judge_notes(flags: Flags, results: dict[str, Evaluation]) -> list[str]:
@@ -505,44 +532,6 @@ def judge_notes(flags: Flags, results: dict[str, Evaluation]) -> list[str]:
     return [f"note: --judge has no value for {count} of {len(values)} problems"] if count else []
 
 
-def table_lines(
-    flags: Flags, scorer: Scorer, results: dict[str, Evaluation]
-) -> list[tuple[str, str, str, str]]:
-    """Return (name, value, interval, problems) of each measure."""
-    lines = [
-        (name, f"{percent(estimate.value)} %", percents(estimate), str(estimate.n))
-        for name, estimate in measures(flags, results)
-    ]
-    for name, result in results.items():
-        for reward, estimate in mean_rewards(scorer, result).items():
-            limits = interval(estimate, ".3g")
-            line = (f"mean {reward}, {name}", f"{estimate.value:.3g}", limits, str(estimate.n))
-            lines.append(line)
-    return lines
-
-
-def report_templates(
-    flags: Flags,
-    config: ExperimentConfig,
-    language: roles.Language,
-    params: Params,
-    problems: list[Row],
-    scorer: Scorer,
-) -> None:
-    """Print a table of the measures of all problems in each template."""
-    columns = ("template", "", "value", "95 % interval", "problems")
-    table = Table(*columns, title=escape(flags.model))
-    for template in flags.data.templates:
-        rows = [tasks.with_template(row, (template,)) for row in problems]
-        results = answer(config, language, params, rows, scorer, flags)
-        for line in table_lines(flags, scorer, results):
-            table.add_row(escape(template), *map(escape, line))
-        table.add_section()
-        for error in (error for result in results.values() for error in result.errors[:3]):
-            print(f"{template}, not scored: {error}", file=sys.stderr)
-    Console().print(table)
-
-
 def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language) -> Score:
     """Return a function that scores texts by the model of --kl-to.
 
@@ -557,60 +546,10 @@ def other_score(flags: Flags, config: ExperimentConfig, language: roles.Language
     return functools.partial(sampler.text_scorer(role, compose.make_mesh(MeshConfig())), params)
 
 
-def report_kl(flags: Flags, kl: Estimate) -> None:
-    """Print the KL divergence of the model to that of --kl-to."""
-    print(
-        f"KL({flags.model} || {flags.kl_to}): {kl.value:z.4f} nats per token "
-        f"({kl.low:z.4f} to {kl.high:z.4f}, {kl.n} problems)"
-    )
-
-
-MAX_ENTROPY_ROWS = 64
-"""Completions whose entropy is measured."""
-
-
-def report_temperature(
-    flags: Flags, language: roles.Language, params: Params, result: Evaluation, target: float
-) -> None:
-    """Print the temperature at which the first sampled completions have an entropy."""
-    rollout = jax.tree.map(lambda array: array[:MAX_ENTROPY_ROWS], result.rollout)
-    with jax.set_mesh(compose.make_mesh(MeshConfig())):
-        of = entropy.entropy_of(language.model, params, rollout)
-        temperature = entropy.temperature_for(of, target)
-        now = of(flags.temperature)
-    print(
-        f"entropy {now:.3f} at temperature {flags.temperature:g}, {target:g} at {temperature:.3f}: "
-        f"measure again with --temperature {temperature:.3f}"
-    )
-
-
 def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
     """Return the mean of each reward, if there are several or the only one is graded."""
     further = evaluators.further_rewards(scorer, result)
     return further or ({"reward": result.reward} if result.is_graded else {})
-
-
-def report_loss(flags: Flags, estimate: Estimate) -> None:
-    """Print the loss of demonstrations."""
-    table = Table("", "value", "95 % interval", "rows", title=escape(flags.model))
-    limits = interval(estimate, ".4f")
-    table.add_row("loss, nats per token", f"{estimate.value:.4f}", limits, str(estimate.n))
-    Console().print(table)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def percents(estimate: Estimate) -> str:
-    return f"{percent(estimate.low)} to {percent(estimate.high)}"
-
-
-def interval(estimate: Estimate, form: str) -> str:
-    """Return the ends of an interval in a number format, or "none" if it has no ends."""
-    if not math.isfinite(estimate.low):
-        return "none"
-    return f"{estimate.low:{form}} to {estimate.high:{form}}"
 
 
 def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) -> None:
@@ -638,11 +577,8 @@ def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) 
         flags.seed,
         flags.apply_chat_template,
     )
-    table = Table("", "value", "95 % interval", "examples", title=escape(flags.model))
-    for name, estimate in measured.items():
-        limits = interval(estimate, ".4g")
-        table.add_row(escape(name), f"{estimate.value:.4g}", limits, str(estimate.n))
-    Console().print(table)
+    lines = [line_of(name, estimate, ".4g") for name, estimate in measured.items()]
+    show(flags.model, lines, n="examples")
 
 
 def report_reward_model(flags: Flags) -> None:
@@ -653,11 +589,9 @@ def report_reward_model(flags: Flags) -> None:
     stage = next(stage for stage in run_stages if step <= stage.last)
     with jax.set_mesh(context.mesh):
         lines = held_out_judges.held_out_judge(context, stage, params)(params, True)
-    table = Table("", "accuracy", "95 % interval", "problems", title=escape(flags.model))
-    for name, estimate in lines:
-        label = name.replace("_", " ") or "reward model"
-        table.add_row(label, f"{percent(estimate.value)} %", percents(estimate), str(estimate.n))
-    Console().print(table)
+    names = (name.replace("_", " ") or "reward model" for name, _ in lines)
+    shares = [share_line(name, line.estimate) for name, line in zip(names, lines, strict=True)]
+    show(flags.model, shares, "accuracy")
 
 
 def ranks_pairs(config: ExperimentConfig, flags: Flags) -> bool:
@@ -681,14 +615,13 @@ def report_ranking(flags: Flags) -> None:
         measured = held_out_judges.ranking(context, stage, algorithm, given, to_pairs)(params)
     if not measured:
         return  # A note has said why.
-    table = Table("", "ranked as labeled", "95 % interval", "n", title=escape(flags.model))
+    lines = []
     for prefix, label in (("eval/", "policy"), ("eval/length_only_", "length only")):
         names = ("accuracy", "accuracy_low", "accuracy_high", "n")
         if f"{prefix}accuracy" in measured:
             value, low, high, n = (measured[f"{prefix}{name}"] for name in names)
-            estimate = Estimate(value, low, high, int(n))
-            table.add_row(label, f"{percent(value)} %", percents(estimate), str(estimate.n))
-    Console().print(table)
+            lines.append(share_line(label, Estimate(value, low, high, int(n))))
+    show(flags.model, lines, "ranked as labeled", "n")
 
 
 def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Estimate]]:
@@ -717,4 +650,4 @@ def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Es
             if sampled.reads_answers:
                 vote = answer_accuracy.weighted_vote(sampled.problems, weights)
                 lines.append((f"votes weighted by {judge}", vote))
-    return [*lines, ("greedy", Estimate(greedy.accuracy, greedy.low, greedy.high, greedy.n))]
+    return [*lines, ("greedy", greedy.accuracy)]
