@@ -122,7 +122,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"experience", "rollout", "sampler", "environments", "rewards", "runtime", "train"},
     "studies": MODEL_CODE
     | {"experience", "rollout", "sampler", "environments", "rewards", "runtime", "train"}
-    | {"evaluation"},
+    | {"evaluation", "run_files"},
 }
 """Folder or module directly in tpu_rl -> what it may import of tpu_rl besides itself.
 

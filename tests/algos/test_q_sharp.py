@@ -526,7 +526,7 @@ def test_the_mean_of_a_graded_reward_is_shown(is_graded, capsys):
         (["--guide", "no/such/run"], "not a run folder"),
         (["--guide", "RUN", "--kl-coef", "0"], "above 0"),
         (["--guide", "RUN", "--candidate-mass", "0"], "above 0 and at most 1"),
-        (["--candidate-mass", "0.9"], "without --guide"),
+        (["--candidate-mass", "0.9"], "without guide"),
     ],
 )
 @pytest.mark.nightly

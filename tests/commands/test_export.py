@@ -181,7 +181,7 @@ def test_the_card_of_an_unfinished_run_has_the_evaluations_so_far(tmp_path):
 
 
 def test_a_card_without_evaluations_says_so():
-    assert model_card.results_table({}) == ["The run was not evaluated on held-out problems."]
+    assert model_card.results_of({}) == "The run was not evaluated on held-out problems."
 
 
 def test_names_of_the_hub_are_in_the_metadata(run_dir):

@@ -51,3 +51,11 @@ def test_what_cannot_be_watched_is_named(tmp_path, name, capsys):
 def test_a_curve_of_equal_values_is_flat_and_a_long_one_is_cut():
     assert watch.curve([2.0, 2.0]) == "▁▁"
     assert len(watch.curve(range(1000))) == watch.POINTS
+
+
+@pytest.mark.parametrize("block_bytes", [5, 100, 1 << 20])  # Less than a line, and some lines.
+def test_lines_are_read_from_the_end(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(watch, "BLOCK_BYTES", block_bytes)
+    lines = [b"%d " % number * (number % 7) + b"\n" for number in range(90)] + [b"cut"]
+    (tmp_path / "lines").write_bytes(b"".join(lines))
+    assert list(watch.lines_backward(tmp_path / "lines")) == lines[::-1]

@@ -17,7 +17,7 @@ from tests.fixtures.run_folders import (
 )
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.report import completion_pages, html_page, pictures, run_data
+from tpu_rl.report import completion_pages, html_page, pictures
 from tpu_rl.report.series import MAX_POINTS
 
 
@@ -638,21 +638,13 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
         report.write_report(folder)
 
 
-def test_only_the_ends_of_the_samples_are_read(tmp_path, monkeypatch):
+def test_samples_of_the_first_and_of_the_last_tenth_of_the_steps_are_compared(tmp_path):
     folder = make_run(tmp_path / "run", steps=40)
-    path = folder / "samples.jsonl"
-    whole = run_data.read_run(folder)
-    assert {row["step"] for row in whole.early} == {1, 2, 3, 4}
-    assert {row["step"] for row in whole.late} == {37, 38, 39, 40}
-    assert [row["prompt"] for row in whole.late[:24]] == [
-        sample(37, i, 40)["prompt"] for i in range(24)
-    ]
-    lines = path.read_text().splitlines(keepends=True)
-    lines[len(lines) // 2] = "not a row\n"
-    path.write_text("".join(lines))
-    for block_bytes in (50, 1000):  # Less than a line, and some lines.
-        monkeypatch.setattr(run_data, "BLOCK_BYTES", block_bytes)
-        assert run_data.read_run(folder) == whole
+    steps = completion_pages.read_steps(folder / "samples.jsonl")
+    early, late = completion_pages.early_and_late(steps)
+    assert {row["step"] for row in early} == {1, 2, 3, 4}
+    assert {row["step"] for row in late} == {37, 38, 39, 40}
+    assert [row["prompt"] for row in late[:24]] == [sample(37, i, 40)["prompt"] for i in range(24)]
 
 
 def test_few_sampled_steps_are_early_or_late_and_not_both(tmp_path):
@@ -660,9 +652,10 @@ def test_few_sampled_steps_are_early_or_late_and_not_both(tmp_path):
     folder = make_run(tmp_path / "run", steps=200)
     rows = [sample(step, i, 200) for step in (1, 80, 160) for i in range(8)]
     write_lines(folder / "samples.jsonl", rows)
-    run = run_data.read_run(folder)
-    assert {sample["step"] for sample in run.early} == {1}
-    assert {sample["step"] for sample in run.late} == {160}
+    steps = completion_pages.read_steps(folder / "samples.jsonl")
+    early, late = completion_pages.early_and_late(steps)
+    assert {row["step"] for row in early} == {1}
+    assert {row["step"] for row in late} == {160}
 
 
 def test_a_run_with_more_evaluations_than_points_of_a_chart(tmp_path):

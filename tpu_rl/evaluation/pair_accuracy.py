@@ -58,33 +58,53 @@ def ranking_accuracy(
     pair_lengths = prompts * mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)
     # A length that devices, or tiles of attention, can share.
     unit = 256 * context_devices if context_devices > 1 else 64
-    layout = packing.assign_slots(
-        mask,
-        np.asarray(held_out.group_id),
-        row_length=-(-int(pair_lengths.max()) // unit) * unit,
-        micro_batch_rows=1,
-        minibatches=len(problems),
-        placement="whole",
-        share_prefixes=share_prefixes,
-    )
+    row_length = -(-int(pair_lengths.max()) // unit) * unit
+    experience = one_pair_per_step(held_out, row_length, share_prefixes)
     length_rule = by_problem(longer_or_shorter(train_lengths, mask.sum(-1)), problems)
-
-    @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
-    def accuracies(params: Params, experience: Experience) -> jax.Array:
-        batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
-
-        def pair_accuracy(minibatches: Any) -> jax.Array:
-            _, metrics = algorithm.loss(params, update_step.minibatch(minibatches, 0))
-            accuracy = {"accuracy": metrics["preference/accuracy"]}
-            return update_step.reduce_metrics(accuracy)["accuracy"]
-
-        return jax.lax.map(pair_accuracy, batch)
+    measure = metrics_of_pairs(algorithm, ["preference/accuracy"], mesh)
 
     def evaluate(params: Params) -> dict[str, float]:
-        right = sharding.to_host(accuracies(params, Experience(held_out, layout)))
+        (right,) = sharding.to_host(measure(params, experience)).values()
         return beside_lengths(by_problem(right, problems), length_rule)
 
     return evaluate
+
+
+def one_pair_per_step(pairs: Pairs, row_length: int, share_prefixes: bool) -> Experience:
+    """Return each pair in a packed row and an optimizer step of its own."""
+    mask = np.asarray(pairs.action_mask)
+    layout = packing.assign_slots(
+        mask,
+        np.asarray(pairs.group_id),
+        row_length=row_length,
+        micro_batch_rows=1,
+        minibatches=len(mask) // 2,
+        placement="whole",
+        share_prefixes=share_prefixes,
+    )
+    return Experience(pairs, layout)
+
+
+def metrics_of_pairs(
+    algorithm: Algorithm, names: Sequence[str], mesh: Mesh | None = None
+) -> Callable[[Params, Experience], dict[str, jax.Array]]:
+    """Return a function that computes metrics of the algorithm's loss of each pair, [pairs].
+
+    Each pair of the experience is an optimizer step of its own.
+    """
+    options = None if mesh is None else update_step.compiler_options(mesh)
+
+    @partial(jax.jit, compiler_options=options)
+    def measure(params: Params, experience: Experience) -> dict[str, jax.Array]:
+        batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
+
+        def of_pair(minibatches: Any) -> dict[str, jax.Array]:
+            _, metrics = algorithm.loss(params, update_step.minibatch(minibatches, 0))
+            return update_step.reduce_metrics({name: metrics[name] for name in names})
+
+        return jax.lax.map(of_pair, batch)
+
+    return measure
 
 
 def graded_accuracy(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from tpu_rl import run_files
 from tpu_rl.report.html_page import number
 from tpu_rl.report.pictures import Picture, Pictures
 
@@ -110,9 +111,9 @@ def read_steps(path: Path) -> list[Samples]:
     """Return the samples of the latest steps of samples.jsonl and of some others, in order.
 
     Only parts of the file are read, because it may be larger than memory. Lines that are no rows
-    are passed over: `launch/verify.py` names them.
+    are passed over: `launch/verify.py` names them. Raises DamagedDataError if the first one is.
     """
-    if not path.exists():
+    if next(run_files.read_rows(path), None) is None:
         return []
     size = path.stat().st_size
     steps: dict[int, Samples] = {}
@@ -137,6 +138,16 @@ def read_steps(path: Path) -> list[Samples]:
         latest = list(_whole_steps(file, skip=is_inside, most=size))[-LATEST_STEPS:]
     steps |= {samples[0]["step"]: samples for samples in latest}
     return choose([steps[step] for step in sorted(steps)])
+
+
+def early_and_late(steps: Sequence[Samples]) -> tuple[Samples, Samples]:
+    """Return rewarded samples of the first and of the last tenth of the steps that have some."""
+    rewarded = [[one for one in step if one.get("reward") is not None] for step in steps]
+    rewarded = [samples for samples in rewarded if samples]
+    if len(rewarded) < 2:
+        return [], []
+    count = max(1, len(rewarded) // 10)
+    return sum(rewarded[:count], []), sum(rewarded[-count:], [])
 
 
 def _whole_steps(lines: Iterable[bytes], skip: bool, most: int) -> Iterator[Samples]:

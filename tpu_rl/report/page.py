@@ -22,6 +22,7 @@ from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
 from tpu_rl.report import charts, completion_pages, explorer, html_page
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
+from tpu_rl.report.completion_pages import Samples
 from tpu_rl.report.html_page import Figure
 from tpu_rl.report.pictures import Pictures
 from tpu_rl.report.run_data import GRADES, PAIRS, PROBLEMS, STEPS, Run, metric_of, read_run
@@ -122,7 +123,8 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
     optimization = OPTIMIZATION + _other_charts(run)
     flat = [chart for chart in optimization if _is_flat(run, chart)]
     headline, result = _headline(run)
-    note, pairs = _early_and_late(run)
+    early, late = completion_pages.early_and_late(samples)
+    note, pairs = _chosen(early, late)
     return html_page.render(
         "run.html",
         run.name,
@@ -132,12 +134,12 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         headline=headline,
         result=result,
         facts=_facts(run),
-        learning=_learning(run),
+        learning=_learning(run, _reward_histogram(early, late)),
         explorer=explorer.data([run], [run.name]),
         guidance=_guided(run),
         note=note,
         pairs=pairs,
-        middle=completion_pages.middle(one["reward"] for one in run.early + run.late),
+        middle=completion_pages.middle(one["reward"] for one in early + late),
         optimization=_figures(run, [chart for chart in optimization if chart not in flat]),
         flat=_figures(run, flat),
         performance=[*_time_chart(run), *_figures(run, [THROUGHPUT])],
@@ -322,7 +324,7 @@ def _other_charts(run: Run) -> tuple[Chart, ...]:
     return tuple(charts[:OTHER_CHARTS])
 
 
-def _learning(run: Run) -> list[Figure]:
+def _learning(run: Run, histogram: list[Figure]) -> list[Figure]:
     kinds = run.evaluation_kinds()
     figures = []
     for kind in kinds[:-1]:  # Earlier stages measured something else than the last.
@@ -350,7 +352,7 @@ def _learning(run: Run) -> list[Figure]:
     note = "Means over problems."
     figures += _figures(run, [Chart("Rewards on held-out problems", note, labels)])
     figures += [*_held_out_sets(run), *_reward_chart(run), *_reward_parts_chart(run)]
-    return [*figures, *_reward_histogram(run), *_figures(run, BEHAVIOR)]
+    return [*figures, *histogram, *_figures(run, BEHAVIOR)]
 
 
 def _held_out_sets(run: Run) -> list[Figure]:
@@ -420,12 +422,12 @@ def _reward_parts_chart(run: Run) -> list[Figure]:
     return _figures(run, [Chart("Parts of the reward", note, labels)])
 
 
-def _reward_histogram(run: Run) -> list[Figure]:
-    if not run.early:
+def _reward_histogram(early: Samples, late: Samples) -> list[Figure]:
+    if not early:
         return []
     groups = [
         (f"steps {_step_range(part)}", np.array([sample["reward"] for sample in part], float))
-        for part in (run.early, run.late)
+        for part in (early, late)
     ]
     drawing = charts.histogram(groups, "reward")
     return [Figure("Rewards, early and late", "Share of completions.", drawing)]
@@ -481,20 +483,22 @@ def _time_chart(run: Run) -> list[Figure]:
 # --- completions ---
 
 
-def _early_and_late(run: Run) -> tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
+def _chosen(
+    early: Samples, late: Samples
+) -> tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
     """Return pairs of an early and a late sample, and how they were chosen.
 
     They have the same prompts where prompts recur, and otherwise prompts of the first and of the
     last steps.
     """
-    early = {sample["prompt"]: sample for sample in reversed(run.early)}
-    late = {sample["prompt"]: sample for sample in run.late}
-    shared = _evenly([prompt for prompt in early if prompt in late])
+    firsts = {sample["prompt"]: sample for sample in reversed(early)}
+    lasts = {sample["prompt"]: sample for sample in late}
+    shared = _evenly([prompt for prompt in firsts if prompt in lasts])
     choice = "chosen evenly over the batch, not by reward."
     if shared:
-        pairs = [(early[prompt], late[prompt]) for prompt in shared]
+        pairs = [(firsts[prompt], lasts[prompt]) for prompt in shared]
         return f"The same prompts at the start and at the end; {choice}", pairs
-    pairs = list(zip(_evenly(list(early.values())), _evenly(list(late.values())), strict=False))
+    pairs = list(zip(_evenly(list(firsts.values())), _evenly(list(lasts.values())), strict=False))
     return f"Prompts of the first and of the last steps; {choice}", pairs
 
 

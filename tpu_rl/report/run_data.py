@@ -7,8 +7,6 @@ supervised training has no rewards.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +17,6 @@ from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE
 from tpu_rl.report.series import Series
 
 GUIDED_FILE = "guided.json"
-MAX_SAMPLED_STEPS = 20
-"""Steps at either end of a run whose samples the report reads, at most."""
-BLOCK_BYTES = 1 << 20
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE)
 PROBLEMS = "problems"
 PAIRS = "pairs"
@@ -40,10 +35,6 @@ class Run(NamedTuple):
     name: str
     rows: list[dict[str, Any]]
     """One row of metrics per step."""
-    early: list[dict[str, Any]]
-    """Rewarded samples of the first steps."""
-    late: list[dict[str, Any]]
-    """Rewarded samples of the last steps."""
     config: dict[str, Any]
     config_text: str
     summary: dict[str, Any]
@@ -173,12 +164,9 @@ def read_run(folder: Path, live: bool = False) -> Run:
     config_text = ""
     if run_files.exists(config_path):
         config, config_text = run_files.read_config(config_path)
-    early, late = _early_and_late(folder / SAMPLES_FILE, len(rows))
     return Run(
         name=folder.resolve().name,
         rows=rows,
-        early=early,
-        late=late,
         config=config,
         config_text=config_text,
         summary=_summary(folder, max(rows[-1]["step"], config.get("steps") or 0)),
@@ -190,62 +178,3 @@ def _summary(folder: Path, steps: int) -> dict[str, Any]:
     """Return the summary, or {} if it is that of an earlier job with fewer steps."""
     summary = run_files.read_summary(folder)
     return summary if summary.get("steps", 0) >= steps else {}
-
-
-# --- rows ---
-
-
-def lines_backward(path: Path) -> Iterator[bytes]:
-    """Return the lines of a file from the last one to the first."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        rest = b""  # The beginning of what was read: its line may begin before it.
-        while end:
-            start = max(0, end - BLOCK_BYTES)
-            file.seek(start)
-            first, *others = (file.read(end - start) + rest).splitlines(keepends=True)
-            yield from reversed(others)
-            if len(first) > run_files.MAX_BYTES:
-                raise run_files.damage(path, "it has a line that is too long")
-            rest = first
-            end = start
-        if rest:
-            yield rest
-
-
-def _early_and_late(
-    path: Path, num_steps: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rewarded samples of the first and of the last tenth of all steps that have some.
-
-    Only the two ends of the file are read: a run that is on writes its page again and again, and
-    the file may be larger than memory.
-    """
-    if not path.exists():
-        return [], []
-    count = max(1, min(MAX_SAMPLED_STEPS, num_steps // 10))
-    early = _of_first_steps(run_files.read_rows(path), count)
-    late = _of_first_steps(run_files.rows_of(path, lines_backward(path)), count)[::-1]
-    if not early or early[0]["step"] == late[-1]["step"]:
-        return [], []
-    if early[-1]["step"] >= late[0]["step"]:
-        # Few steps have samples. Both lists together have all of them.
-        steps = sorted({sample["step"] for sample in early + late})
-        count = max(1, len(steps) // 10)
-        early = [sample for sample in early if sample["step"] in steps[:count]]
-        late = [sample for sample in late if sample["step"] in steps[-count:]]
-    return early, late
-
-
-def _of_first_steps(samples: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the rewarded samples of the first `count` different steps that have any."""
-    first = []
-    steps = set()
-    for sample in samples:
-        if sample.get("reward") is None:
-            continue
-        steps.add(sample["step"])
-        if len(steps) > count:
-            break
-        first.append(sample)
-    return first

@@ -10,20 +10,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from tpu_rl import sampler
-from tpu_rl.data import Row
 from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.evaluation.answer_accuracy import Evaluation
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.losses.return_distributions import Method, Support
-from tpu_rl.rewards import AnswerReaders
-from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
-from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import guided_policy
 from tpu_rl.sampler.guided_policy import Reads
-from tpu_rl.types import Array, Params, Policy, Purpose, Rollout
+from tpu_rl.types import Array, Params, Policy, Rollout
 
 NAMES = {"q_sharp": "Q#", "cd": "CD", "fudge": "FUDGE"}
 
@@ -65,26 +60,23 @@ class Line(NamedTuple):
     """KL of each problem: the mean over its completions."""
 
 
-class Task(NamedTuple):
-    """The problems, and how they are answered and judged."""
-
-    problems: list[Row]
-    scorer: Scorer
-    readers: AnswerReaders
-    sampler: sampler.SamplerConfig
-    seed: int
-    mesh: Mesh
+Answer = Callable[[Policy, Params], Evaluation]
+"""Answers the problems with a policy, by the same random keys each time."""
 
 
 def sweep(
-    guided: Guided, task: Task, kl_coefs: Sequence[float], baselines: Sequence[Method]
+    guided: Guided,
+    answer: Answer,
+    config: sampler.SamplerConfig,
+    kl_coefs: Sequence[float],
+    baselines: Sequence[Method],
 ) -> tuple[list[Line], list[tuple[str, Estimate]]]:
     """Answer with the reference, then with Q# and the baselines at each coefficient.
 
-    All use the same random keys. Returns (a line for each, the accuracy of q as a judge of the
+    `config` is that of the sampler. Returns (a line for each, the accuracy of q as a judge of the
     reference's completions).
     """
-    reference = answer(task, guided.reference, guided.params)
+    reference = answer(guided.reference, guided.params)
     no_kl = np.zeros(len(reference.rollout.tokens))
     lines = [make_line("reference", None, reference, no_kl)]
     for method in ("q_sharp", *baselines):
@@ -92,24 +84,11 @@ def sweep(
         has_coef = method != "fudge"
         for kl_coef in kl_coefs if has_coef else (1.0,):
             params = guided_policy.with_kl_coef(guided.params, kl_coef)
-            result = answer(task, policy, params)
-            kl = completion_kl(policy, guided.reference, params, result.rollout, task.sampler)
+            result = answer(policy, params)
+            kl = completion_kl(policy, guided.reference, params, result.rollout, config)
             shown_coef = kl_coef if has_coef else None
             lines.append(make_line(NAMES[method], shown_coef, result, kl))
-    return lines, judge(guided, reference, task.sampler)
-
-
-def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
-    """Answer the problems with a policy."""
-    decoding = Decoding(
-        RolloutPolicy(policy, lambda tree: tree, task.mesh),
-        task.sampler,
-        task.sampler.prompt_length or answer_accuracy.ANY_LENGTH,
-        task.seed,
-        Purpose.EVALUATION,
-    )
-    engine = make_engine(decoding, task.scorer)
-    return answer_accuracy.evaluate(engine, params, task.problems, task.readers)
+    return lines, judge(guided, reference, config)
 
 
 def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: np.ndarray) -> Line:

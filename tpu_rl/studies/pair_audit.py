@@ -15,20 +15,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from tpu_rl import data, rewards
+from tpu_rl import data, rewards, run_files
 from tpu_rl.data import Row
-from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
+from tpu_rl.evaluation.pair_accuracy import (
+    by_problem,
+    metrics_of_pairs,
+    one_pair_per_step,
+    problems_of,
+)
 from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
 from tpu_rl.experience.config import FLIPPED, BatchConfig
 from tpu_rl.experience.sources import pairs
 from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.text_log_probs import announce
 from tpu_rl.runtime import processes, watchdog
-from tpu_rl.train import packing, sharding, update_step
-from tpu_rl.types import Algorithm, Experience, Pairs, Params
+from tpu_rl.train import sharding
+from tpu_rl.types import Algorithm, Params
 
 RANKING = "audit.jsonl"
 SUMMARY = "audit.json"
@@ -36,6 +40,7 @@ MAX_PAIRS = 10_000
 """The largest number of pairs that are ranked. Of more, evenly spaced ones are. Nor are there more
 than the run drew: the audit of a short run would take longer than the run."""
 BATCH_SIZE = 64
+MEASURES = ("margin", "loss")
 MAX_CHARACTERS = 400
 """Characters of each text in the ranking."""
 
@@ -99,8 +104,9 @@ def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
         "accuracy": accuracies(audited, margins, trained.to_pairs),
     }
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in ranking]
-    _write_file(run_dir / RANKING, "".join(lines))
-    _write_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    if processes.index() == 0:
+        run_files.write_text(run_dir / RANKING, "".join(lines))
+        run_files.write_text(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return (
         f"audit: {num_wrong} of {len(audited)} pairs are ranked against their label, "
         f"the worst first in {RANKING}"
@@ -120,19 +126,8 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
 
     Each pair is an optimizer step of its own, so that the metrics are those of one pair.
     """
-    algorithm = trained.algorithm
-
-    @jax.jit
-    def measure_pairs(params: Params, experience: Experience) -> dict[str, jax.Array]:
-        batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
-
-        def measure_pair(minibatches: Any) -> dict[str, jax.Array]:
-            _, metrics = algorithm.loss(params, update_step.minibatch(minibatches, 0))
-            reduced = update_step.reduce_metrics(metrics)
-            return {name: reduced[f"preference/{name}"] for name in ("margin", "loss")}
-
-        return jax.lax.map(measure_pair, batch)
-
+    measure_pairs = metrics_of_pairs(trained.algorithm, [f"preference/{name}" for name in MEASURES])
+    batch = trained.batch
     parts: list[dict[str, np.ndarray]] = []
     began = time.monotonic()
     for first in range(0, len(rows), BATCH_SIZE):
@@ -141,25 +136,14 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
             announce(f"audit of {len(rows)} pairs", (time.monotonic() - began) * left)
         # The last batch is filled up with rows from the beginning, so that one program serves all.
         batch_rows = [rows[index % len(rows)] for index in range(first, first + BATCH_SIZE)]
-        experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.batch)
+        given = trained.to_pairs(batch_rows)
+        experience = one_pair_per_step(given, batch.row_length, batch.share_prefixes)
         parts.append(sharding.to_host(measure_pairs(trained.params, experience)))
         watchdog.mark("the audit of the pairs")
-    return {name: np.concatenate([part[name] for part in parts])[: len(rows)] for name in parts[0]}
-
-
-def one_pair_per_step(pairs: Pairs, rows: BatchConfig) -> Experience:
-    """Return each pair in a packed row and an optimizer step of its own."""
-    mask = np.asarray(pairs.action_mask)
-    layout = packing.assign_slots(
-        mask,
-        np.asarray(pairs.group_id),
-        row_length=rows.row_length,
-        share_prefixes=rows.share_prefixes,
-        micro_batch_rows=1,
-        minibatches=len(mask) // 2,
-        placement="whole",
-    )
-    return Experience(pairs, layout)
+    return {
+        name: np.concatenate([part[f"preference/{name}"] for part in parts])[: len(rows)]
+        for name in MEASURES
+    }
 
 
 def accuracies(
@@ -173,21 +157,5 @@ def accuracies(
     right = (margins > 0) + 0.5 * (margins == 0)
     slices = with_lengths(column_slices(rows), to_pairs(list(rows)))
     lines = [Accuracy("", by_problem(right, problems)), *by_slice(right, problems, slices)]
-    return {
-        name: {
-            "accuracy": estimate.value,
-            "low": estimate.low,
-            "high": estimate.high,
-            "n": estimate.n,
-        }
-        for name, estimate in lines
-    }
-
-
-def _write_file(path: Path, text: str) -> None:
-    """Write the file completely or not at all, on the first process."""
-    if processes.index():
-        return
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    keys = ("accuracy", "low", "high", "n")
+    return {name: dict(zip(keys, estimate, strict=True)) for name, estimate in lines}

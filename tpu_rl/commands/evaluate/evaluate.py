@@ -50,13 +50,14 @@ from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.experience.rows import tasks
 from tpu_rl.ranges import Conflicts, Count, In, Needs
 from tpu_rl.rewards import answer_readers, registry
-from tpu_rl.rollout.engine import Scorer
+from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
+from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.text_scores import Score
 from tpu_rl.studies import guided_accuracy, harness, model_kl, step_search
 from tpu_rl.studies.step_search import StepSearch
 from tpu_rl.tokenizers import TokenizerConfig, require_same_tokens
-from tpu_rl.types import Params, Purpose
+from tpu_rl.types import Params, Policy, Purpose
 
 FILE_PRESET = "grpo"
 """The preset for a model and --data.path, if no preset is named: it suits no data in particular."""
@@ -460,10 +461,23 @@ def report_guided(
     )
     mesh = compose.make_mesh(MeshConfig())
     readers = answer_readers(config.evaluation_reward)
-    task = guided_accuracy.Task(problems, scorer, readers, settings, flags.seed, mesh)
+
+    def answer_with(policy: Policy, params: Params) -> Evaluation:
+        decoding = Decoding(
+            RolloutPolicy(policy, lambda tree: tree, mesh),
+            settings,
+            settings.prompt_length or answer_accuracy.ANY_LENGTH,
+            flags.seed,
+            Purpose.EVALUATION,
+        )
+        engine = make_engine(decoding, scorer)
+        return answer_accuracy.evaluate(engine, params, problems, readers)
+
     kl_coefs = flags.kl_coef or (kl_coef,)
     with jax.set_mesh(mesh):
-        lines, judged = guided_accuracy.sweep(guided, task, kl_coefs, flags.baseline)
+        lines, judged = guided_accuracy.sweep(
+            guided, answer_with, settings, kl_coefs, flags.baseline
+        )
     evaluate_q_sharp.record(flags.guide, lines, judged)
     title = f"{flags.model} guided by {flags.guide}"
     evaluate_q_sharp.report(title, lines, judged, flags.samples)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import tyro
 
@@ -71,17 +71,6 @@ class Flags:
     """Make the repository private if --push-to-hub creates it."""
 
 
-class Files(NamedTuple):
-    """The settings of the files of a model."""
-
-    step: int
-    """The step of the checkpoint."""
-    adapter: bool
-    dtype: str | None
-    """None: that of the base model's files."""
-    max_shard_bytes: int
-
-
 @reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
@@ -92,8 +81,7 @@ def main(argv: list[str]) -> int:
     require_model(context, name)
     if flags.adapter and flags.push_to_hub is not None:
         require_public_base(context.config, name)
-    files = Files(step, flags.adapter, flags.dtype, max_shard_bytes)
-    dtype = write(context, params, name, Path(flags.to), files)
+    dtype = write(context, params, name, step, flags, max_shard_bytes)
     print(f"wrote step {step} of {flags.run_dir} to {flags.to}, in {dtype}")
     if flags.push_to_hub is not None:
         address = hub.push(Path(flags.to), flags.push_to_hub, flags.private)
@@ -161,51 +149,35 @@ def require_public_base(config: ExperimentConfig, name: str) -> None:
         )
 
 
-def write(context: RunContext, params: Params, name: str, target: Path, files: Files) -> str:
-    """Write the model of a role, or its adapter, and return the dtype of its files.
+def write(
+    context: RunContext, params: Params, name: str, step: int, flags: Flags, max_shard_bytes: int
+) -> str:
+    """Write the model of a role at a step, or its adapter, and return the dtype of its files.
 
     With a reward model, also write how its scores are read. Raises InputError if only the adapter
-    is wanted and a model has none.
+    is wanted and there is none.
     """
-    algorithm = context.config.algorithm
-    reading = roles.reading(algorithm) if name == roles.main_role(algorithm) else None
-    dtype = write_model(context, params, name, target, files)
-    if reading is not None:
-        reward_model.write_reading(target, reading, context.language.tokenizer.chat)
-    return dtype
-
-
-def write_model(context: RunContext, params: Params, name: str, target: Path, files: Files) -> str:
-    """Write one model, or its adapter, and return the dtype of its files.
-
-    Raises InputError if only the adapter is wanted and there is none.
-    """
-    role_params = context.params_of(name)(params)
-    model = context.models[name]
-    tokenizer = context.language.tokenizer
     config = context.config
-
-    def card(dtype: str) -> str:
-        return model_card.write_card(
-            config, context.run_dir, files.step, name, dtype, files.adapter
-        )
-
-    if not files.adapter:
-        dtype = files.dtype or base_dtype(config, name)
-        models.save(
-            target, model, role_params, tokenizer, dtype, files.max_shard_bytes, card(dtype)
-        )
-        return dtype
-    base = roles.adapter_base(context.config, name)
-    if base is None:
+    base = roles.adapter_base(config, name) if flags.adapter else None
+    if flags.adapter and base is None:
         raise InputError(
             f"{name} has no adapter to export",
             where="--adapter",
             why="it was trained whole, or began with weights that are no model's directory",
             fix="export it without",
         )
-    models.save_adapters(target, model, role_params, base, tokenizer, card(ADAPTER_DTYPE))
-    return ADAPTER_DTYPE
+    dtype = ADAPTER_DTYPE if flags.adapter else flags.dtype or base_dtype(config, name)
+    card = model_card.write_card(config, context.run_dir, step, name, dtype, flags.adapter)
+    model, tokenizer = context.models[name], context.language.tokenizer
+    role_params = context.params_of(name)(params)
+    if base is not None:
+        models.save_adapters(flags.to, model, role_params, base, tokenizer, card)
+    else:
+        models.save(flags.to, model, role_params, tokenizer, dtype, max_shard_bytes, card)
+    reading = roles.reading(config.algorithm)
+    if reading is not None and name == roles.main_role(config.algorithm):
+        reward_model.write_reading(Path(flags.to), reading, tokenizer.chat)
+    return dtype
 
 
 def base_dtype(config: ExperimentConfig, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tpu_rl.algos import plugins
 from tpu_rl.commands import roles
 from tpu_rl.commands.config import BUILTIN, ExperimentConfig, FileData
 from tpu_rl.commands.finish import evaluation_of, versions
+from tpu_rl.report import markdown
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 """What ends the name of a file of rows. Names of the hub do not end like this."""
@@ -55,35 +56,24 @@ def write_card(
     Paths of this machine do not appear in it: of a local file or directory, it has the name only.
     """
     results = read_results(run_dir, step, config.evaluation.named_sets)
-    base = base_name(config)
-    method = method_name(config)
-    lines = [
-        "---",
-        yaml.safe_dump(metadata(config, adapter), sort_keys=False).rstrip(),
-        "---",
-        "",
-        f"# {base}, trained with {method}",
-        "",
+    sections = [
+        f"---\n{yaml.safe_dump(metadata(config, adapter), sort_keys=False)}---",
+        f"# {base_name(config)}, trained with {method_name(config)}",
         "tpu_rl trained this model and wrote this card.",
-        "",
         "## Training",
-        "",
-        "| | |",
-        "|---|---|",
+        markdown.table(["", ""], [*settings(config, step, role, dtype, adapter).items()]),
+        "## Held-out results",
+        results_of(results["eval"]),
     ]
-    for name, value in settings(config, step, role, dtype, adapter).items():
-        lines.append(f"| {name} | {escape(value)} |")
-    lines += ["", "## Held-out results", "", *results_table(results["eval"]), ""]
     for name in config.evaluation.named_sets:
         of_set = {
             when: (result.get("sets") or {}).get(name) for when, result in results["eval"].items()
         }
-        lines += [f"### {name}", "", *results_table(of_set), ""]
+        sections += [f"### {name}", results_of(of_set)]
     if roles.specs(config)[role].outputs is None:
-        lines += ["## Use", "", *usage(adapter), ""]
-    lines += ["## Versions", "", "| package | version |", "|---|---|"]
-    lines += [f"| {name} | {version} |" for name, version in results["versions"].items()]
-    return "\n".join(lines) + "\n"
+        sections += ["## Use", usage(adapter)]
+    sections += ["## Versions", markdown.table(["package", "version"], results["versions"].items())]
+    return "\n\n".join(sections) + "\n"
 
 
 def read_results(run_dir: Path, step: int, sets: Iterable[str] = ()) -> dict[str, Any]:
@@ -107,45 +97,29 @@ def read_results(run_dir: Path, step: int, sets: Iterable[str] = ()) -> dict[str
     return {"eval": {"before": measured[0], "after": after}, "versions": versions()}
 
 
-def results_table(results: dict[str, Any]) -> list[str]:
-    """Return the lines of a table of accuracies before and after training."""
-    before = results.get("before") or {}
-    after = results.get("after") or {}
-    lines = []
-    old, new = (result.get("loss") or {} for result in (before, after))
-    if old or new:
-        rows = (new or old)["n"]
-        lines.append(f"| loss, nats per token | {mean(old)} | {mean(new)} | {rows} |")
-    names = {**(before.get("rewards") or {}), **(after.get("rewards") or {})}
-    for name in names:
-        old, new = ((result.get("rewards") or {}).get(name) or {} for result in (before, after))
-        problems = (new or old)["n"]
-        cells = (escape(f"mean {name}"), mean(old), mean(new), str(problems))
-        lines.append(f"| {' | '.join(cells)} |")
-    for name, old, new in (
-        ("mean reward, sampled", before, after),
-        ("mean reward, greedy", before.get("greedy") or {}, after.get("greedy") or {}),
-    ):
-        old_reward, new_reward = old.get("reward") or {}, new.get("reward") or {}
-        if "accuracy" not in (new or old) and (old_reward or new_reward) and not names:
-            cells = (name, mean(old_reward), mean(new_reward), str((new_reward or old_reward)["n"]))
-            lines.append(f"| {' | '.join(cells)} |")
-    for name, old, new in (
-        ("accuracy, sampled", before, after),
-        ("accuracy, greedy", before.get("greedy") or {}, after.get("greedy") or {}),
-    ):
+def results_of(results: dict[str, Any]) -> str:
+    """Return a table of what was measured before and after training."""
+    before, after = (results.get(when) or {} for when in ("before", "after"))
+    rows = []
+
+    def add(name: str, old: Any, new: Any, form: Callable[[dict[str, Any]], str]) -> None:
+        if old or new:
+            rows.append([name, form(old or {}), form(new or {}), (new or old)["n"]])
+
+    add("loss, nats per token", before.get("loss"), after.get("loss"), mean)
+    rewards = [result.get("rewards") or {} for result in (before, after)]
+    for name in rewards[0] | rewards[1]:
+        add(f"mean {name}", rewards[0].get(name), rewards[1].get(name), mean)
+    greedy = (before.get("greedy") or {}, after.get("greedy") or {})
+    for way, old, new in (("sampled", before, after), ("greedy", *greedy)):
         if "accuracy" in (new or old):
-            problems = (new or old)["n"]
-            lines.append(f"| {name} | {estimate(old)} | {estimate(new)} | {problems} |")
-    if not lines:
-        return ["The run was not evaluated on held-out problems."]
-    return [
-        "| | before | after | n |",
-        "|---|---|---|---|",
-        *lines,
-        "",
-        "Intervals are 95 %, over problems or rows.",
-    ]
+            add(f"accuracy, {way}", old, new, estimate)
+        elif not any(rewards):
+            add(f"mean reward, {way}", old.get("reward"), new.get("reward"), mean)
+    if not rows:
+        return "The run was not evaluated on held-out problems."
+    table = markdown.table(["", "before", "after", "n"], rows)
+    return f"{table}\n\nIntervals are 95 %, over problems or rows."
 
 
 def estimate(result: dict[str, Any]) -> str:
@@ -236,26 +210,15 @@ def is_hub_name(path: str) -> bool:
     return is_name and not Path(path).exists()
 
 
-def usage(adapter: bool) -> list[str]:
-    """Return the lines that show how to load the model."""
-    loader = "AutoModelForCausalLM"
-    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+def usage(adapter: bool) -> str:
+    """Return the program that loads the model."""
+    loader = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    imports = f"from transformers import {loader}, AutoTokenizer"
     if adapter:
-        loader = "AutoPeftModelForCausalLM"
-        imports = [
-            "from peft import AutoPeftModelForCausalLM",
-            "from transformers import AutoTokenizer",
-        ]
-    return [
-        "```python",
-        *imports,
-        "",
-        f'model = {loader}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")',
-        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")',
-        "```",
-    ]
+        imports = f"from peft import {loader}\nfrom transformers import AutoTokenizer"
+    return f"""```python
+{imports}
 
-
-def escape(text: str) -> str:
-    """Return a text that does not end a cell of a table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+model = {loader}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")
+```"""

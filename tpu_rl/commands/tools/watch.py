@@ -9,6 +9,7 @@ Ctrl-C or the run's last step. The command only reads, and needs no accelerator.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ from rich import console, live, table, text
 
 from tpu_rl import metrics, run_files
 from tpu_rl.errors import InputError, reported, typed_command
-from tpu_rl.report import run_data
 from tpu_rl.storage import gcs
 
 SECONDS = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 POINTS = 48
 """Bars of a curve, at most: each is the mean of as many neighboring steps."""
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,24 @@ def _newest(folder: Path) -> list[dict[str, Any]]:
     path = folder / metrics.SAMPLES_FILE
     if not path.exists():
         return []
-    newest: Iterator[dict[str, Any]] = run_files.rows_of(path, run_data.lines_backward(path))
+    newest: Iterator[dict[str, Any]] = run_files.rows_of(path, lines_backward(path))
     _, samples = next(itertools.groupby(newest, lambda row: row["step"]), (0, ()))
     return list(samples)
+
+
+def lines_backward(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file from the last one to the first."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        rest = b""  # The beginning of what was read: its line may begin before it.
+        while end:
+            start = max(0, end - BLOCK_BYTES)
+            file.seek(start)
+            first, *others = (file.read(end - start) + rest).splitlines(keepends=True)
+            yield from reversed(others)
+            if len(first) > run_files.MAX_BYTES:
+                raise run_files.damage(path, "it has a line that is too long")
+            rest = first
+            end = start
+        if rest:
+            yield rest
