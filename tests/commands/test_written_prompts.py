@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_rl.commands.recipe import recipe, recipe_file, written_prompts
+from tpu_rl.commands.recipe import recipe, recipe_file
 from tpu_rl.commands.recipe.recipe_file import Keep
 from tpu_rl.errors import InputError
 
@@ -75,7 +75,7 @@ def test_texts_that_pass_become_prompts_in_the_form_of_what_asked(functions):
     """Not "hello", which is no problem, 4+4, which does not pass, 1+1, which was not judged, and
     6+7, which did not end. No column of the asking row stays but by the function."""
     keep = Keep(rows="written", columns=f"{functions}:answers")
-    rows, numbers = written_prompts.choose(ASKING, OUTCOME, keep)
+    rows, numbers = recipe.choose(ASKING, OUTCOME, keep)
     assert rows == [
         {"prompt": "1+2", "answer": "3", "level": 2},
         {"prompt": "2+3", "answer": "5", "level": 2},
@@ -96,26 +96,26 @@ def test_texts_that_pass_become_prompts_in_the_form_of_what_asked(functions):
 )
 def test_the_rules_of_filters_hold(functions, keep, expected):
     written = Keep(**(vars(keep) | {"rows": "written", "columns": f"{functions}:answers"}))
-    rows, _ = written_prompts.choose(ASKING, OUTCOME, written)
+    rows, _ = recipe.choose(ASKING, OUTCOME, written)
     assert [row["prompt"] for row in rows] == expected
 
 
 def test_without_a_function_rows_have_a_prompt_alone():
-    rows, _ = written_prompts.choose(ASKING, OUTCOME, Keep(rows="written", min_reward=0.9))
+    rows, _ = recipe.choose(ASKING, OUTCOME, Keep(rows="written", min_reward=0.9))
     assert rows == [{"prompt": "1+2"}, {"prompt": "hello"}, {"prompt": user("5+5")}]
 
 
 def test_a_function_may_cut_the_problem_out_of_the_text(functions):
     outcome = scored([1, 1, 1, 1], ["<a>", "a", "b", "<b>"])
     keep = Keep(rows="written", columns=f"{functions}:bare")
-    rows, _ = written_prompts.choose(ASKING, outcome, keep)
+    rows, _ = recipe.choose(ASKING, outcome, keep)
     assert [row["prompt"] for row in rows] == ["a", user("b")]
 
 
 def test_a_text_on_which_the_function_fails_is_no_problem_and_is_named(functions, capsys):
     outcome = scored([1, 1, 1, 1], ["1", "two", "3", "four"])
     keep = Keep(rows="written", columns=f"{functions}:fragile")
-    rows, _ = written_prompts.choose(ASKING, outcome, keep)
+    rows, _ = recipe.choose(ASKING, outcome, keep)
     assert [row["answer"] for row in rows] == ["1", "3"]
     printed = capsys.readouterr().err
     assert "fragile fails on 2 of 4 texts" in printed
@@ -134,7 +134,7 @@ def test_a_text_on_which_the_function_fails_is_no_problem_and_is_named(functions
 def test_functions_that_return_no_columns_are_errors(functions, name, expected):
     outcome = scored([1] * 8, ["a"] * 8)
     with pytest.raises(InputError) as raised:
-        written_prompts.choose(ASKING, outcome, Keep(rows="written", columns=f"{functions}:{name}"))
+        recipe.choose(ASKING, outcome, Keep(rows="written", columns=f"{functions}:{name}"))
     assert expected in str(raised.value)
 
 

@@ -320,10 +320,7 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
             step=number,
             seed=config.seed,
         )
-        if keep.rows == "written":
-            kept_rows, numbers = written_prompts.choose(chunk, scored, keep)
-        else:
-            kept_rows, numbers = choose(chunk, scored, keep)
+        kept_rows, numbers = choose(chunk, scored, keep)
         answers.write_lines(path, [numbers, *kept_rows])
         print(f"  {first + len(chunk)} of {count} prompts: {json.dumps(numbers)}", flush=True)
     join_chunks(folder, -(-count // keep.chunk), keep)
@@ -395,61 +392,57 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
 
     Args:
         scored: the completions, those of a prompt beside each other. A completion whose reward is
-            NaN is never kept.
+            NaN is never kept. One that is to be a prompt has ended by itself.
     """
     group = len(scored.completions) // len(rows)
     rewards = [float(reward) for reward in scored.rewards]
+    judged = [i for i, reward in enumerate(rewards) if reward == reward]
+    passing = [i for i in judged if rewards[i] >= keep.min_reward]
+    written: dict[int, dict[str, Any]] = {}
+    if keep.rows == "written":
+        passing = [i for i in passing if not scored.rollout.truncated[i]]
+        asking = [rows[i // group] for i in passing]
+        columns = written_prompts.columns_of(keep, asking, scored, passing)
+        written = {i: known for i, known in zip(passing, columns, strict=True) if known is not None}
+        passing = list(written)
+    numbers = {"prompts": len(rows), "sampled": len(rewards)}
+    numbers |= {"judged": len(judged), "passing": len(passing)}
     chosen: list[Row] = []
-    numbers = {"prompts": len(rows), "sampled": len(rewards), "judged": 0, "passing": 0}
     for index, row in enumerate(rows):
-        span = range(index * group, (index + 1) * group)
-        judged = [i for i in span if rewards[i] == rewards[i]]
-        passing = [i for i in judged if rewards[i] >= keep.min_reward]
-        numbers["judged"] += len(judged)
-        numbers["passing"] += len(passing)
+        known, right = ([i for i in some if i // group == index] for some in (judged, passing))
         if keep.concepts:
             concept = str(row[keep.concepts])
-            for name, found in ((JUDGED, judged), (PASSING, passing)):
+            for name, found in ((JUDGED, known), (PASSING, right)):
                 numbers[name + concept] = numbers.get(name + concept, 0) + len(found)
-        rate = len(passing) / len(judged) if judged else 0.0
-        if not judged or not keep.pass_rate[0] <= rate <= keep.pass_rate[1]:
+        rate = len(right) / len(known) if known else 0.0
+        if not known or not keep.pass_rate[0] <= rate <= keep.pass_rate[1]:
             continue
-        ranked = sorted(judged, key=lambda i: (-rewards[i], i))
-        best = ranked[0]
-        worst = ranked[-1]
-        plain = {name: value for name, value in row.items() if name not in NOT_KEPT}
         if keep.rows == "prompts":
             chosen.append(row | {"pass_rate": rate})
-        elif keep.step_end:
-            pair = step_pair(scored, passing, [i for i in judged if i not in passing], keep)
+            continue
+        plain = {name: value for name, value in row.items() if name not in NOT_KEPT}
+        if keep.rows == "pairs":
+            pair = pair_of(scored, known, right, keep)
             if pair is not None:
-                texts = [answer(row, side.text) for side in pair]
                 ended = [side.ended for side in pair]
-                chosen.append(plain | {"chosen": texts[0], "rejected": texts[1], "ended": ended})
-        elif keep.rows == "pairs":
-            gap = rewards[best] - rewards[worst]
-            if gap > 0 and gap >= keep.gap:
-                texts = [answer(row, scored.completions[i]) for i in (best, worst)]
-                ended = [not bool(scored.rollout.truncated[i]) for i in (best, worst)]
-                chosen.append(
-                    plain
-                    | {"chosen": texts[0], "rejected": texts[1]}
-                    | ({} if all(ended) else {"ended": ended})
-                )
-        else:
-            texts = []
-            for i in ranked:
-                text = scored.completions[i]
-                is_full = 0 < keep.max_per_prompt <= len(texts)
-                if rewards[i] < keep.min_reward or is_full:
-                    break
-                if keep.duplicates or text not in texts:
-                    texts.append(text)
-                    chosen.append(
-                        plain
-                        | {"completion": answer(row, text), "reward": rewards[i]}
-                        | ({"ended": False} if scored.rollout.truncated[i] else {})
-                    )
+                better, worse = (answer(row, side.text) for side in pair)
+                stated = {"ended": ended} if keep.step_end or not all(ended) else {}
+                chosen.append(plain | {"chosen": better, "rejected": worse} | stated)
+            continue
+        seen: list[str] = []
+        for i in sorted(right, key=lambda i: (-rewards[i], i)):
+            text = str(written.get(i, {}).get("prompt", scored.completions[i]))
+            if 0 < keep.max_per_prompt <= len(seen):
+                break
+            if text in seen and not keep.duplicates:
+                continue
+            seen.append(text)
+            if i in written:
+                chosen.append(written[i] | {"prompt": written_prompts.as_prompt(row, text)})
+            else:
+                cut = {"ended": False} if scored.rollout.truncated[i] else {}
+                kept = {"completion": answer(row, text), "reward": rewards[i]}
+                chosen.append(plain | kept | cut)
     return chosen, numbers | {"kept": len(chosen)}
 
 
@@ -461,37 +454,37 @@ class Beginning(NamedTuple):
     """True if it is the whole completion, which ended by itself."""
 
 
-def step_pair(
-    scored: Scored, passing: Sequence[int], failing: Sequence[int], keep: Keep
+def pair_of(
+    scored: Scored, judged: Sequence[int], passing: Sequence[int], keep: Keep
 ) -> tuple[Beginning, Beginning] | None:
-    """Return a passing and a failing completion up to the first step in which they differ.
+    """Return a better and a worse completion of a prompt: the best and the worst of all judged.
 
-    Args:
-        scored: the completions, by the numbers of the next two.
-        passing: those of a prompt that pass.
-        failing: its others.
-        keep: with `step_end` and `gap`.
-
-    Returns:
-        The two with the most equal steps before, the first of those; None if there are none. A
-        step that the length limit cuts is none.
+    With `keep.step_end`, a passing and a failing one up to the first step in which they differ: the
+    two with the most equal steps before, the first of those. A step that the length limit cuts is
+    none. None if there is no such pair, or its rewards differ too little.
     """
-    steps = {i: _steps(scored.completions[i], keep.step_end) for i in (*passing, *failing)}
+    rewards, cut = scored.rewards, scored.rollout.truncated
+    if not keep.step_end:
+        ranked = sorted(judged, key=lambda i: (-rewards[i], i))
+        best, worst = ranked[0], ranked[-1]
+        gap = float(rewards[best]) - float(rewards[worst])
+        if gap <= 0 or gap < keep.gap:
+            return None
+        better, worse = (Beginning(scored.completions[i], not cut[i]) for i in (best, worst))
+        return better, worse
+    failing = [i for i in judged if i not in passing]
+    steps = {i: _steps(scored.completions[i], keep.step_end) for i in judged}
     longest = -1
     pair = None
     for i, j in itertools.product(passing, failing):
         equal = sum(1 for _ in itertools.takewhile(bool, map(eq, steps[i], steps[j])))
-        sides = [
+        better, worse = (
             Beginning("".join(steps[k][: equal + 1]), equal + 1 >= len(steps[k])) for k in (i, j)
-        ]
-        is_cut = any(
-            side.ended and scored.rollout.truncated[k]
-            for side, k in zip(sides, (i, j), strict=True)
         )
-        differs = sides[0] != sides[1] and scored.rewards[i] - scored.rewards[j] >= keep.gap
+        is_cut = (better.ended and cut[i]) or (worse.ended and cut[j])
+        differs = better != worse and rewards[i] - rewards[j] >= keep.gap
         if equal > longest and differs and not is_cut:
-            longest = equal
-            pair = (sides[0], sides[1])
+            longest, pair = equal, (better, worse)
     return pair
 
 

@@ -45,38 +45,6 @@ def load(path: str) -> Callable[..., Any]:
     return function
 
 
-def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict[str, int]]:
-    """Return (new rows, counts), as `recipe.choose` does.
-
-    A completion passes if its reward is large enough, it ended by itself, and the user's function
-    says that it is a problem. Of equal prompts of a row that asked, the first stays.
-    """
-    group = len(scored.completions) // len(rows)
-    rewards = [float(reward) for reward in scored.rewards]
-    judged = [i for i, reward in enumerate(rewards) if reward == reward]
-    ended = [i for i in judged if rewards[i] >= keep.min_reward and not scored.rollout.truncated[i]]
-    columns = columns_of(keep, [rows[i // group] for i in ended], scored, ended)
-    new = {i: known for i, known in zip(ended, columns, strict=True) if known is not None}
-    chosen: list[Row] = []
-    for index, row in enumerate(rows):
-        span = range(index * group, (index + 1) * group)
-        num_judged = len([i for i in span if rewards[i] == rewards[i]])
-        passing = sorted((i for i in span if i in new), key=lambda i: (-rewards[i], i))
-        rate = len(passing) / num_judged if num_judged else 0.0
-        if not num_judged or not keep.pass_rate[0] <= rate <= keep.pass_rate[1]:
-            continue
-        texts: list[str] = []
-        for i in passing:
-            text = str(new[i].get("prompt", scored.completions[i]))
-            if 0 < keep.max_per_prompt <= len(texts):
-                break
-            if keep.duplicates or text not in texts:
-                texts.append(text)
-                chosen.append(new[i] | {"prompt": as_prompt(row, text)})
-    numbers = {"prompts": len(rows), "sampled": len(rewards), "judged": len(judged)}
-    return chosen, numbers | {"passing": len(new), "kept": len(chosen)}
-
-
 def as_prompt(row: Row, text: str) -> Any:
     """Return a text in the form of the prompt that asked for it: a text, or a user's message.
 
