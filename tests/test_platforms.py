@@ -26,7 +26,7 @@ import tpu_rl.commands.evaluate.evaluate
 import tpu_rl.commands.run
 import tpu_rl.commands.serve.serve
 import tpu_rl.commands.tools.export
-import tpu_rl.commands.tools.machine
+import tpu_rl.commands.tools.doctor
 import tpu_rl.runtime.worker_child
 
 assert not {"fcntl", "resource"} & sys.modules.keys()

@@ -14,7 +14,7 @@ from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
 from tpu_rl.checkpoint import train_state_io
 from tpu_rl.checkpoint.run_folder import RunFolder
 from tpu_rl.commands import config, run, saved_run
-from tpu_rl.commands.tools import report, run_checks, verify
+from tpu_rl.commands.tools import report, verify
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import preemption
 
@@ -353,7 +353,7 @@ FAULTY_METRICS = {
 
 
 def faults_of(run_dir: Path) -> list[str]:
-    return [finding.text for finding in run_checks.verify(str(run_dir)) if finding.is_fault]
+    return [finding.text for finding in verify.verify(str(run_dir)) if finding.is_fault]
 
 
 @pytest.mark.parametrize(("change", "message"), FAULTY_METRICS.values(), ids=FAULTY_METRICS)
@@ -382,11 +382,11 @@ def test_incomplete_last_step_is_no_fault(copy):
     metrics_file = copy / "metrics.jsonl"
     lines = metrics_file.read_bytes().splitlines(keepends=True)
     metrics_file.write_bytes(b"".join(lines[:4]) + lines[4][:50])
-    findings = run_checks.verify(str(copy))
+    findings = verify.verify(str(copy))
     assert not any(finding.is_fault for finding in findings)
     texts = "; ".join(finding.text for finding in findings)
     assert "metrics.jsonl, line 5, is cut off" in texts
     assert "samples.jsonl: step 4 has no row in metrics.jsonl: the job ended between" in texts
     (copy / "samples.jsonl").unlink()
-    texts = [finding.text for finding in run_checks.verify(str(copy))]
+    texts = [finding.text for finding in verify.verify(str(copy))]
     assert "samples.jsonl is missing" in texts

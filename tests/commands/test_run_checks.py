@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tpu_rl import metrics, run_files
-from tpu_rl.commands.tools import run_checks
+from tpu_rl.commands.tools import verify
 
 
 def write_run(folder, steps: int, planned: int, rows: int):
@@ -17,7 +17,7 @@ def write_run(folder, steps: int, planned: int, rows: int):
 
 
 def faults(folder):
-    return [finding.text for finding in run_checks.verify(str(folder)) if finding.is_fault]
+    return [finding.text for finding in verify.verify(str(folder)) if finding.is_fault]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from tests.fixtures.fake_store import FakeStore
 from tpu_rl import sandbox
-from tpu_rl.commands.tools import doctor, machine
+from tpu_rl.commands.tools import doctor
 from tpu_rl.errors import MachineError
 
 
@@ -37,8 +37,8 @@ def test_this_machine_on_one_screen(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def failed(monkeypatch, capsys, *findings: machine.Finding) -> tuple[int, str]:
-    monkeypatch.setattr(machine, "examine", lambda run_dir: iter(findings))
+def failed(monkeypatch, capsys, *findings: doctor.Finding) -> tuple[int, str]:
+    monkeypatch.setattr(doctor, "examine", lambda run_dir: iter(findings))
     return doctor.main([]), capsys.readouterr().out
 
 
@@ -46,20 +46,20 @@ def test_what_fails_comes_with_its_remedy(monkeypatch, capsys):
     code, out = failed(
         monkeypatch,
         capsys,
-        machine.check_python((3, 10, 1)),
-        machine.Finding("clock", "1970", "set it", False),
+        doctor.check_python((3, 10, 1)),
+        doctor.Finding("clock", "1970", "set it", False),
     )
     assert code == 2
     assert "FAIL python" in out
     assert "-> install Python 3.11 or newer" in out
     assert "note clock" in out
     assert out.endswith("cannot run yet: python\n")
-    assert failed(monkeypatch, capsys, machine.Finding("clock", "1970", "set it", False))[0] == 0
+    assert failed(monkeypatch, capsys, doctor.Finding("clock", "1970", "set it", False))[0] == 0
 
 
 def test_a_kernel_that_confines_no_programs_is_a_note(monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "refusal", lambda: "unshare: Operation not permitted")
-    code, out = failed(monkeypatch, capsys, machine.check_sandbox())
+    code, out = failed(monkeypatch, capsys, doctor.check_sandbox())
     assert code == 0
     assert "note sandbox" in out
     assert "unshare: Operation not permitted" in out
@@ -68,11 +68,11 @@ def test_a_kernel_that_confines_no_programs_is_a_note(monkeypatch, capsys):
 def test_packages_are_compared_with_what_is_asked(monkeypatch):
     asked = ["jax>=99", "no-such-package", "PyYAML", 'wandb; extra == "wandb"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
-    finding = machine.check_packages()
+    finding = doctor.check_packages()
     assert finding.result.startswith("1 of 3 as required")
     assert "jax>=99 (0." in finding.fix
     assert "no-such-package (absent)" in finding.fix
-    assert not machine.is_satisfied(Requirement("jax>=99"))
+    assert not doctor.is_satisfied(Requirement("jax>=99"))
 
 
 def test_a_place_that_cannot_be_written(monkeypatch):
@@ -80,7 +80,7 @@ def test_a_place_that_cannot_be_written(monkeypatch):
         raise PermissionError(13, os.strerror(13))
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    finding = machine.check_writing("run folder", Path("/"))
+    finding = doctor.check_writing("run folder", Path("/"))
     assert finding.result == "/: Permission denied"
     assert finding.fix
 
@@ -92,15 +92,15 @@ def test_memory_is_that_of_the_container(tmp_path, limit, expected):
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit + "\n")
     (tmp_path / "sys/fs/cgroup/memory.current").write_text(f"{2**30}\n")
-    assert machine.available_memory(tmp_path) == expected
-    assert machine.available_memory(tmp_path / "proc") is None
+    assert doctor.available_memory(tmp_path) == expected
+    assert doctor.available_memory(tmp_path / "proc") is None
 
 
 def test_little_space_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "MIN_BYTES", {"memory": 2**60, "disk": 2**60})
+    monkeypatch.setattr(doctor, "MIN_BYTES", {"memory": 2**60, "disk": 2**60})
     findings = {
         finding.name: finding
-        for finding in [*machine.check_memory(), *machine.check_disk(tmp_path / "a" / "b")]
+        for finding in [*doctor.check_memory(), *doctor.check_disk(tmp_path / "a" / "b")]
     }
     assert "end other programs" in findings["host memory"].fix
     assert "--run-dir" in findings["disk"].fix
@@ -111,10 +111,10 @@ def test_a_store_is_tried(monkeypatch):
     fake = FakeStore()
     for name, value in fake.environment().items():
         monkeypatch.setenv(name, value)
-    assert machine.check_bucket("gs://bucket/runs").fix == ""
+    assert doctor.check_bucket("gs://bucket/runs").fix == ""
     assert fake.names() == []
     fake.refuse = lambda request: 403
-    assert "storage.objectUser" in machine.check_bucket("gs://bucket/runs").fix
+    assert "storage.objectUser" in doctor.check_bucket("gs://bucket/runs").fix
     fake.close()
 
 
@@ -122,7 +122,7 @@ def test_devices_that_cannot_be_used(monkeypatch):
     def busy():
         raise MachineError("jax cannot use this machine's devices", why="busy", fix="end pid 42")
 
-    monkeypatch.setattr(machine.host, "claim_devices", busy)
-    [finding] = machine.check_devices()
+    monkeypatch.setattr(doctor.host, "claim_devices", busy)
+    [finding] = doctor.check_devices()
     assert finding.result.endswith("busy")
     assert finding.fix == "end pid 42"

@@ -348,7 +348,7 @@ def a_line() -> estimates.Line:
     mesh = jax.make_mesh((1,), ("data",))
     step = steps.Step("update", steps.Compiled(None, "", 0.0), {}, 1.0, 1, mesh)
     parts = {"parameters": 4, "optimizer": 8, "temporaries": 100}
-    return estimates.Line(step, memory.Memory(parts, []), None, 0.0, {}, 1.0, None)
+    return estimates.Line(step, memory.Memory(parts, []), None, 0.0, 1.0, None)
 
 
 def test_seconds_of_a_plan_are_those_of_the_last_stage(monkeypatch):

@@ -134,10 +134,6 @@ def choose_programs(
     planner = _planner(devices)
     if planner is None:
         return config, []
-    mesh = devices.mesh
-    memory = planner.device_memory(mesh)
-    config, model, precision = planner.choose_precision(config, model, mesh, memory)
-    config = planner.choose_logits(config, model, mesh, memory)
-    config, products = planner.choose_products(config, model, mesh, memory)
-    config, decoding = planner.choose_sampling(config, model, mesh, memory, devices.sampler)
-    return config, [line for line in (precision, products, decoding) if line]
+    memory = planner.device_memory(devices.mesh)
+    config, _, lines = planner.choose(config, model, devices.mesh, memory, devices.sampler)
+    return config, lines

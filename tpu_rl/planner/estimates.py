@@ -49,8 +49,6 @@ class Line(NamedTuple):
     """None if the compiler refused the step, or if the devices' speed is unknown."""
     flops: float
     """Matrix products of one device, in one call."""
-    links: dict[str, float]
-    """Bytes that one device sends in one call, by kind of collective and mesh axes."""
     seconds: float
     """Lower bound for one call; for a decode segment, for one decode step."""
     mfu: float | None
@@ -140,13 +138,12 @@ def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
     """Return the line of a compiled step, for a train state of `state` bytes by purpose."""
     memory = step_memory(step, state)
     if step.compiled.program is None:
-        return Line(step, memory, None, 0.0, {}, 0.0, None)
+        return Line(step, memory, None, 0.0, 0.0, None)
     operations = cost_model.operations(cost_model.read(step.compiled.text))
     operations = cost_model.with_cache_fill(operations, step.cache_fill)
     flops = cost_model.total_flops(operations)
-    links = link_bytes(operations, step.mesh)
     if target.chip is None:
-        return Line(step, memory, None, flops, links, 0.0, None)
+        return Line(step, memory, None, flops, 0.0, None)
     estimate = cost_model.estimate(operations, torus(step.mesh, target.chip))
     seconds = estimate.seconds / step.loops
     mfu = None
@@ -157,7 +154,7 @@ def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
     expected = None if expected is None else expected / step.loops
     if expected is not None and step.decodes:
         expected = decode_seconds(seconds, expected)
-    return Line(step, memory, estimate, flops, links, seconds, mfu, expected)
+    return Line(step, memory, estimate, flops, seconds, mfu, expected)
 
 
 DECODE_SHARE = 0.5
@@ -185,28 +182,6 @@ def torus(mesh: Mesh, chip: Chip) -> Torus:
         for i, device in enumerate(devices)
     ]
     return Torus(coordinates, chip)
-
-
-def link_bytes(operations: Sequence[cost_model.Operation], mesh: Mesh) -> dict[str, float]:
-    """Return the bytes that a device sends, as {"all-gather fsdp": bytes, ...}."""
-    sizes: dict[str, float] = {}
-    for operation in operations:
-        link = operation.link
-        if link is not None:
-            axes = "slices" if link.slices > 1 else "+".join(mesh_axes(link.group, mesh))
-            name = f"{link.kind} {axes}".strip()
-            sizes[name] = sizes.get(name, 0.0) + operation.times * cost_model.sent_bytes(link)
-    return sizes
-
-
-def mesh_axes(group: Sequence[int], mesh: Mesh) -> list[str]:
-    """Return the mesh axes along which the partitions of a group differ."""
-    coordinates = np.stack(np.unravel_index(np.array(group), mesh.devices.shape))
-    return [
-        axis
-        for axis, values in zip(mesh.axis_names, coordinates, strict=True)
-        if len(set(values.tolist())) > 1
-    ]
 
 
 def device_memory(device: Any) -> int | None:

@@ -55,6 +55,33 @@ CACHE_AXES = ("layers", "slots", "kv_heads", None, None)
 LANES = 128
 
 
+def choose(
+    config: ExperimentConfig,
+    model: Model,
+    mesh: Mesh,
+    memory: int | None,
+    sampler_devices: tuple[Any, ...],
+    samples: bool = True,
+) -> tuple[ExperimentConfig, Model, list[str]]:
+    """Choose all but the rows of a micro-batch, which are known by now.
+
+    Args:
+        memory: that of a device; None if it is unknown.
+        samples: False if nothing is sampled.
+
+    Returns:
+        the configuration, the model in the type that devices compute in, and lines about what is
+        not plain.
+    """
+    config, model, precision = choose_precision(config, model, mesh, memory)
+    config = choose_logits(config, model, mesh, memory)
+    config, products = choose_products(config, model, mesh, memory)
+    decoding = ""
+    if samples:
+        config, decoding = choose_sampling(config, model, mesh, memory, sampler_devices)
+    return config, model, [line for line in (precision, products, decoding) if line]
+
+
 BASE_MEMORY = 0.6
 """Share of a GPU's memory that frozen weights may fill before they are quantized."""
 

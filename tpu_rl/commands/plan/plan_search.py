@@ -55,22 +55,12 @@ def make_plan(
     """Compile every step of every stage for the target, or only some parts of the stages."""
     mesh, sampler_devices = compose.share_devices(config, target.devices, target.split, model=model)
     config, rows = meshes.choose_rows(config, model, mesh, target.memory)
-    if rows:
-        say(rows)
     config = micro_batches.fit_micro_batch(config, mesh)
-    config, model, precision = meshes.choose_precision(config, model, mesh, target.memory)
-    if precision:
-        say(precision)
-    config = meshes.choose_logits(config, model, mesh, target.memory)
-    config, products = meshes.choose_products(config, model, mesh, target.memory)
-    if products:
-        say(products)
-    if "sampling" in parts:
-        config, decoding = meshes.choose_sampling(
-            config, model, mesh, target.memory, sampler_devices
-        )
-        if decoding:
-            say(decoding)
+    config, model, chosen = meshes.choose(
+        config, model, mesh, target.memory, sampler_devices, "sampling" in parts
+    )
+    for line in filter(None, (rows, *chosen)):
+        say(line)
     lines = []
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model, sampler_devices)

@@ -117,8 +117,7 @@ def _speed_row(stage: str, line: Line) -> list[str]:
         label += ", per token"
     row = [label, format_times(step.times * step.loops), f"{line.flops / step.loops / 1e12:,.3g}"]
     if estimate is None:
-        links = sum(line.links.values()) / step.loops / 1e9
-        return [*row, "-", f"{links:,.3g}", *"-----"]
+        return [*row, *"-------"]
     return [
         *row,
         f"{estimate.bytes / step.loops / 1e9:,.3g}",
@@ -209,7 +208,6 @@ def _step_json(stage: str, line: Line, target: Target) -> dict[str, Any]:
         "loops": step.loops,
         "tokens": step.tokens,
         "flops": line.flops,
-        "links": line.links,
         "estimate": None if line.estimate is None else line.estimate._asdict(),
         "seconds": line.seconds,
         "expected_seconds": line.expected_seconds,

@@ -18,6 +18,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,12 +31,13 @@ from typing import Any, NamedTuple
 import jax
 import tyro
 
+import tpu_rl
 from tpu_rl import run_files
 from tpu_rl.checkpoint import lock
 from tpu_rl.commands import compose, config, roles, run
 from tpu_rl.commands.checks import config_checks, preflight
 from tpu_rl.commands.config import ExperimentConfig
-from tpu_rl.commands.recipe import answers, examples, recipe_file, recipe_report, written_prompts
+from tpu_rl.commands.recipe import answers, recipe_file, recipe_report, written_prompts
 from tpu_rl.commands.recipe.answers import Answers
 from tpu_rl.commands.recipe.recipe_file import START, Keep, Recipe
 from tpu_rl.data import Row
@@ -53,6 +55,8 @@ from tpu_rl.runtime.host import explain_full_disk
 from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
 from tpu_rl.types import Purpose
 
+EXAMPLES = "recipes"
+"""Folder of a checkout, and of the installed package (see setup.py)."""
 ROWS = "rows.jsonl"
 ONE_TURN = "it keeps completions of one turn; the method rft imitates whole conversations"
 NOT_KEPT = ("messages", "text", "completion", "ended", "system", "system_prompt")
@@ -79,7 +83,7 @@ def main(argv: list[str]) -> int:
     try:
         refuse_secrets(argv)
         if flags.copy_to:
-            examples.copy(Path(flags.copy_to))
+            copy_examples(Path(flags.copy_to))
             print(f"{flags.copy_to}/README.md says what there is")
             return 0
         if not flags.file:
@@ -106,6 +110,20 @@ def main(argv: list[str]) -> int:
         print(f"interrupted\n  to go on: {command}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def copy_examples(target: Path) -> None:
+    """Write the recipes of the installed package, or of the checkout, to a new folder.
+
+    Raises InputError if the folder exists, or there are no recipes.
+    """
+    package = Path(tpu_rl.__file__).parent
+    source = next(filter(Path.is_dir, (package / EXAMPLES, package.parent / EXAMPLES)), None)
+    if target.exists():
+        raise InputError(f"{target} exists", where="--copy-to", fix="name a new folder")
+    if source is None:
+        raise InputError("this installation has no recipes", fix="install a wheel of tpu_rl")
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def require_seeds(seeds: Sequence[int]) -> None:

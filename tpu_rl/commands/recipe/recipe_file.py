@@ -48,6 +48,8 @@ START = "start"
 """The row of the model that the chain begins with, in the table."""
 EVALUATIONS = "evaluations"
 """The folder of answers."""
+STAGE = "another stage"
+"""The use of a name that a stage has."""
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
 MODEL_KEYS = ("model", "model.path", "algorithm.teacher", "reward")
 """Flags that name models."""
@@ -169,6 +171,7 @@ class _Reader:
         self.planned: list[RecipeStage] = []
         self._results: dict[str, str] = {}
         self._folders: dict[str, str] = {}
+        self._taken = {START: "a row of the table", EVALUATIONS: "the folder of answers"}
         self._is_filter: dict[str, bool] = {}
         self._run_dir = run_dir
         self._common = common
@@ -178,7 +181,7 @@ class _Reader:
     def add(self, name: str, body: dict[str, Any]) -> None:
         """Add a stage, or rounds of stages."""
         if "repeat" not in body:
-            self._require_new(name)
+            self._take(name, STAGE)
             self._stage(name, name, body, {}, 0)
             return
         _require_keys(body, ("repeat", "stages"), f"{self._where}, stage {name}")
@@ -193,26 +196,24 @@ class _Reader:
         if not inner:
             raise InputError(f"the rounds {name} have no stages", where=self._where)
         for inner_name in inner:
-            self._require_new(_name(inner_name, self._where))
+            self._take(_name(inner_name, self._where), STAGE)
         for number in range(1, times + 1):
             for inner_name, inner_body in inner.items():
                 inner_body = _mapping(inner_body, f"stage {inner_name}", self._where)
                 folder = f"{inner_name}_{number}"
+                self._take(folder, f"the folder of round {number} of stage {inner_name}")
                 self._stage(inner_name, folder, inner_body, inner, ROUND_SEED * (number - 1))
 
-    def _require_new(self, name: str) -> None:
-        if name in self._folders:
-            raise InputError(
-                f"two stages are called {name}", where=self._where, fix="rename one of them"
-            )
-        if name in (START, EVALUATIONS):
+    def _take(self, name: str, use: str) -> None:
+        """Take a name of a stage or of a folder. Raises InputError if it has another use."""
+        if name in self._taken:
             raise InputError(
                 f"no stage can be called {name}",
                 where=self._where,
-                why="the recipe's table and folder have something else of this name",
+                why=f"the name is that of {self._taken[name]}",
                 fix="rename it",
             )
-        self._folders[name] = ""
+        self._taken[name] = use
 
     def _stage(
         self, name: str, folder: str, body: dict[str, Any], block: Mapping, added_seed: int
@@ -226,13 +227,6 @@ class _Reader:
         keep = None
         if "keep" in flags:
             keep = _keep(flags.pop("keep"), where)
-        if any(stage.name == folder for stage in self.planned):
-            raise InputError(
-                f"two stages have the folder {folder}",
-                where=where,
-                why="stages in rounds have the number of the round behind their names",
-                fix="rename one of them",
-            )
         stage_flags = _flags(flags, where)
         unread = [flag for flag in stage_flags if flag.partition(".")[0] in TRAINING_FLAGS]
         if keep is not None and unread:
@@ -271,7 +265,7 @@ class _Reader:
 
         def result_of(name: Any) -> str:
             if not isinstance(name, str) or name not in self._results:
-                later = isinstance(name, str) and (name in block or name in self._folders)
+                later = isinstance(name, str) and self._taken.get(name) == STAGE
                 raise InputError(
                     f"stage {name} has not run before this one" if later else f"no stage {name}",
                     where=f"{where}, {key}",
@@ -302,7 +296,7 @@ class _Reader:
             is_later = isinstance(name, str) and name in block and name not in self._results
             if is_later and "first" in value:
                 first = value["first"]
-                return result_of(first) if first in self._folders else first
+                return result_of(first) if self._taken.get(first) == STAGE else first
             return result_of(name)
         return {
             inner: self._resolved(item, f"{key}.{inner}", block, where, needs)
