@@ -46,14 +46,17 @@ def programs(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> dict[str, str]:
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(sampling, "compile_step", lower)
+    monkeypatch.setattr(plan_steps, "compile_step", lower)
+    monkeypatch.setattr(sampling, "compile_step", lower)
+    monkeypatch.setattr(plan_steps, "compile_step", lower)
     monkeypatch.setattr(models, "with_cpu_cache", on_gpus)
     with plan_steps.known_by_name(configuration.parse([*RUN])) as config:
         model = plan_steps.read_model(config)
         mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
         planned = plan_steps.plan_stage(config, config.stages[0], mesh, model)
     calls = plan_steps.sampler_calls(planned)
-    list(sampling.sampling_steps(calls, planned.state.params, lower))
-    list(plan_steps.learning_steps(planned, lower))
+    list(sampling.sampling_steps(calls, planned.state.params))
+    list(plan_steps.learning_steps(planned))
     return texts
 
 
