@@ -72,7 +72,7 @@ def test_flags_that_would_be_ignored_are_refused(tmp_path, capsys):
     assert compare.main(["a", "b", "--metric", "reward/mean", *problems]) == 2
     assert "answers no problems" in capsys.readouterr().err
     assert combine.main(["a", "--deltas", *problems]) == 2
-    assert "answers no problems" in capsys.readouterr().err
+    assert "too many sets of problems" in capsys.readouterr().err
     sweep = ["--sweep", "0.12345678", "0.12345679"]
     assert combine.main(["--to", str(tmp_path), "a=s", "a=1-s", "--base", "a", *sweep]) == 2
     assert "not different folders" in capsys.readouterr().err

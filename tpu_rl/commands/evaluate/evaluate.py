@@ -66,6 +66,11 @@ FILE_REWARD = "gsm8k"
 
 
 OF_PATH = Needs("path", why="it describes the data of --data.path")
+NOT_OF_TASKS = (
+    *("preset", "data", "images", "reward", "environment", "stop_strings", "samples"),
+    *("temperature", "greedy", "max_new_tokens", "judge", "kl_to", "guide", "kl_coef", "baseline"),
+)
+OWN_DATA = "a task has its own data, prompts and judgment"
 ONE_NUMBER = "it reports one number for all prompts, of completions that the model alone samples"
 
 
@@ -124,7 +129,7 @@ class Flags:
     rows: Count | None = None
     """The largest number of problems. The default is all of --data.path, or as many as the preset
     or run evaluates."""
-    tasks: tuple[str, ...] = ()
+    tasks: Annotated[tuple[str, ...], Conflicts(*NOT_OF_TASKS, why=OWN_DATA)] = ()
     """Tasks of lm-evaluation-harness, or YAML files of one task each; needs the extra [lm-eval].
     --rows is then the largest number of examples of a task."""
     apply_chat_template: Annotated[bool, Needs("tasks", why="other data use it anyway")] = False
@@ -250,17 +255,6 @@ def check(flags: Flags) -> None:
             "`width` ways to the next --step-end",
             fix="use --judge PROCESS_REWARD_MODEL --samples 16 --search-width 4, and a text",
         )
-    if flags.tasks:
-        ours = ("model", "rows", "tasks", "apply_chat_template", "max_length", "tokenizer", "seed")
-        others = [name for name in Flags.__dataclass_fields__ if name not in ours]
-        other = next((name for name in others if ranges.is_set(flags, name)), None)
-        if other is not None:
-            raise InputError(
-                f"--{other.replace('_', '-')} does not go together with --tasks",
-                where="--tasks",
-                why="a task has its own data, prompts and judgment",
-                fix="leave it out",
-            )
 
 
 def load_settings(flags: Flags) -> ExperimentConfig:

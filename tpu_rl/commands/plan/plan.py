@@ -13,7 +13,6 @@ compiler expects.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -21,15 +20,19 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 # `prepare` chooses the platform before jax is imported: modules that import jax are imported in
 # functions.
+from tpu_rl import ranges
 from tpu_rl.cost_model import Topology, topologies
 from tpu_rl.cost_model.cards import CARDS, Card
 from tpu_rl.errors import InputError, MachineError, refused, reported, typed_command
+from tpu_rl.ranges import Conflicts, Count, Needs
 
 if TYPE_CHECKING:
     from tpu_rl.commands.config import ExperimentConfig
@@ -47,6 +50,29 @@ ENVIRONMENT = {
 """Environment variables with which libtpu compiles on a machine without a TPU."""
 
 
+@dataclass(frozen=True)
+class Flags:
+    topology: str | None = None
+    """NAME:AxB or NAME:AxBxC with NAME one of v4, v5e, v5p, v6e, tpu7x, or a name of Google Cloud
+    such as v5litepod-16, v6e-8 or v5p-512; N* before it stands for N slices. Or cpu for this
+    machine; the default are the local devices."""
+    slices: Annotated[
+        Count | None,
+        Needs("topology"),
+        Conflicts("topology cpu", why="local devices have no slices"),
+    ] = None
+    """Slices of the topology, with the data-center network between them."""
+    gpu: Annotated[
+        Literal["t4", "4090", "a100", "h100"] | None,
+        Conflicts("topology", why="a plan is for one kind of device"),
+    ] = None
+    """Plan for one NVIDIA GPU, which need not be here."""
+    json: Path | None = None
+    """Also write the plan to this file."""
+    search: bool = False
+    """Try other meshes and micro-batches, and print the fastest that fits."""
+
+
 @reported
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
@@ -55,57 +81,32 @@ def main(argv: list[str]) -> int:
     return run(flags, run_flags)
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[Flags, list[str]]:
     """Return the flags of plan.py, and the other arguments, which are those of run.py."""
-    parser = argparse.ArgumentParser(
-        prog=typed_command("plan"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog=f"For all other flags see: {typed_command('run')} PRESET --help-all",
+    about = f"{__doc__}\nFor all other flags see: {typed_command('run')} PRESET --help-all"
+    return tyro.cli(
+        Flags, args=argv, prog=typed_command("plan"), description=about, return_unknown_args=True
     )
-    parser.add_argument(
-        "--topology",
-        help=f"{topologies.HELP}; or cpu for this machine (default: the local devices)",
-    )
-    parser.add_argument(
-        "--slices",
-        type=int,
-        help="slices of the topology, with the data-center network between them (default: 1)",
-    )
-    parser.add_argument(
-        "--gpu", choices=[*CARDS], help="plan for one NVIDIA GPU, which need not be here"
-    )
-    parser.add_argument("--json", type=Path, help="also write the plan to this file")
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="try other meshes and micro-batches, and print the fastest that fits",
-    )
-    return parser.parse_known_args(argv)
 
 
-def prepare(flags: argparse.Namespace) -> None:
+def prepare(flags: Flags) -> None:
     """Set the environment variables that jax reads when it is imported.
 
     Raises:
         InputError: if a flag has an impossible value.
         MachineError: if the topology needs libtpu and it is not installed.
     """
+    ranges.check(flags, "--")
     if flags.json and not flags.json.parent.is_dir():
         raise InputError(
             f"no folder {flags.json.parent}", where="--json", fix="make it, or name another"
         )
     if flags.gpu:
-        _prepare_gpu(flags)
+        _prepare_gpu()
         return
     if flags.topology == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     if flags.topology in (None, "cpu"):
-        if flags.slices is not None:
-            raise InputError(
-                "local devices have no slices", where="--slices", fix="give --topology, too"
-            )
         return
     topologies.parse(flags.topology, flags.slices)
     if importlib.util.find_spec("libtpu") is None:
@@ -118,12 +119,8 @@ def prepare(flags: argparse.Namespace) -> None:
     os.environ.update(ENVIRONMENT)
 
 
-def _prepare_gpu(flags: argparse.Namespace) -> None:
+def _prepare_gpu() -> None:
     """Do the same for --gpu."""
-    if flags.topology or flags.slices:
-        raise InputError(
-            "a plan is for one kind of device", where="--gpu", fix="leave --topology and --slices"
-        )
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         version = importlib.metadata.version("jax")
         packages = f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
@@ -136,7 +133,7 @@ def _prepare_gpu(flags: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def run(flags: argparse.Namespace, run_flags: list[str]) -> int:
+def run(flags: Flags, run_flags: list[str]) -> int:
     """Print the plan, and write it where --json says. Returns the exit code."""
     from tpu_rl.commands import config as configuration
     from tpu_rl.commands.plan import plan_steps
@@ -148,7 +145,7 @@ def run(flags: argparse.Namespace, run_flags: list[str]) -> int:
     return 0
 
 
-def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
+def plan(flags: Flags, config: ExperimentConfig) -> dict[str, Any]:
     """Print the plan and, with --search, the best one. Returns both as --json writes them."""
     from tpu_rl.commands import compose, micro_batches
     from tpu_rl.commands.plan import plan_search, plan_steps, table

@@ -67,10 +67,19 @@ def main(argv: list[str]) -> int:
     argv, problems = answers.split(argv)
     flags = tyro.cli(Flags, args=argv, prog=typed_command("combine"), description=__doc__)
     ranges.check(flags, "--")
-    if not flags.terms:
-        raise InputError("no model", where="MODEL", fix="as in --to soup a=0.5 b=0.5")
-    if flags.deltas and problems:
-        raise InputError("--deltas answers no problems", where="--", fix="leave them out")
+    if not flags.terms or not (flags.to or flags.deltas):
+        raise InputError(
+            "no model, or no directory to write",
+            where="MODEL, --to",
+            fix="as in --to soup a=0.5 b=0.5",
+        )
+    if len(problems) > (not flags.deltas):
+        raise InputError(
+            "too many sets of problems",
+            where="--",
+            why="sums answer one set, and --deltas none",
+            fix="leave the others out",
+        )
     if flags.deltas:
         report_deltas(flags)
     else:
@@ -83,8 +92,7 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
 
     Raises InputError if flags do not go together, or models do not.
     """
-    if flags.to is None:
-        raise InputError("no directory to write", where="--to", fix="as in --to soup a=0.5 b=0.5")
+    assert flags.to is not None
     pairs = [term.rpartition("=")[::2] for term in flags.terms]
     uses_s = any(weight_of(text, 1.0) != weight_of(text, 2.0) for _, text in pairs)
     if uses_s != bool(flags.sweep):
@@ -100,8 +108,6 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
             where="--sweep",
             fix="give values that differ in six digits",
         )
-    if len(problems) > 1:
-        raise InputError("a sweep has one set of problems", where="--", fix="give one")
     config = configuration.parse(problems[0]) if problems else None
     base = Path(answers.address_of(flags.base)) if flags.base is not None else None
     paths = [Path(answers.address_of(name)) for name, _ in pairs]
