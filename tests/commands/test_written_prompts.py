@@ -234,8 +234,3 @@ def written_parts(prompt: str) -> tuple[int, str, int]:
     operator = next(sign for sign in "+-*" if sign in prompt[1:])
     left, _, right = prompt.removesuffix("=").partition(operator)
     return int(left), operator, int(right)
-
-
-def test_settings_of_filters_of_before_are_as_they_were():
-    assert "columns" not in recipe.rule_of(Keep())
-    assert recipe.rule_of(Keep(rows="written", columns="f.py:g"))["columns"] == "f.py:g"

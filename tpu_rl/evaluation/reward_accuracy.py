@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,15 +34,9 @@ from tpu_rl.types import Model, Pairs, Params, QExamples
 SIDES = ("chosen", "rejected")
 
 
-class Accuracy(NamedTuple):
-    """One line of the table."""
-
-    name: str
-    """"" is the model on everything; others are slices, or simple rules."""
-    estimate: intervals.Estimate
-
-
-Judge = Callable[[Params, bool], list[Accuracy]]
+Accuracies = dict[str, intervals.Estimate]
+"""Line of a table -> accuracy. "" is the model on everything; others are slices or simple rules."""
+Judge = Callable[[Params, bool], Accuracies]
 """(the whole params tree, True to add each slice) -> accuracies."""
 
 
@@ -54,7 +48,7 @@ def as_evaluator(judge: Judge) -> Callable[[Params, bool], dict[str, float]]:
 
     def evaluate(params: Params, slices: bool) -> dict[str, float]:
         measured: dict[str, float] = {}
-        for name, estimate in judge(params, slices):
+        for name, estimate in judge(params, slices).items():
             prefix = f"eval/{name}_" if name else "eval/"
             measured |= estimate.as_metrics(f"{prefix}accuracy", f"{prefix}n")
         return measured
@@ -65,7 +59,7 @@ def as_evaluator(judge: Judge) -> Callable[[Params, bool], dict[str, float]]:
 def nothing_held_out(what: str) -> Judge:
     """Say that there are no held-out pairs or steps, and return a judge of nothing."""
     print(f"note: nothing is evaluated: there are no held-out {what}", file=sys.stderr)
-    return lambda params, slices: []
+    return lambda params, slices: {}
 
 
 # --- pairs ---
@@ -98,19 +92,14 @@ def pair_judge(
         return nothing_held_out("pairs")
     tokens = np.asarray(held_out.pairs.tokens)
     mask = np.asarray(held_out.pairs.action_mask)
-    rules = [
-        Accuracy(name, by_problem(right, held_out.problems))
-        for name, right in held_out.rules.items()
-    ]
+    rules = {name: by_problem(right, held_out.problems) for name, right in held_out.rules.items()}
 
-    def judge(params: Params, slices: bool) -> list[Accuracy]:
+    def judge(params: Params, slices: bool) -> Accuracies:
         scores = reward_model.score_rows(score, select(params), tokens, mask)
         better, worse = scores.reshape(-1, 2).T
         right = (better > worse) + 0.5 * (better == worse)
-        lines = [Accuracy("", by_problem(right, held_out.problems)), *rules]
-        if slices:
-            lines += by_slice(right, held_out.problems, held_out.slices)
-        return lines
+        lines = {"": by_problem(right, held_out.problems), **rules}
+        return lines | (by_slice(right, held_out.problems, held_out.slices) if slices else {})
 
     return judge
 
@@ -221,13 +210,13 @@ def with_lengths(slices: Sequence[tuple[str, ...]], pairs: Pairs) -> list[tuple[
 
 def by_slice(
     right: np.ndarray, problems: Sequence[int], slices: Sequence[tuple[str, ...]]
-) -> list[Accuracy]:
+) -> Accuracies:
     """Return the accuracy within each slice."""
-    lines = []
+    lines = {}
     for name in sorted({name for names in slices for name in names}):
         members = [index for index, names in enumerate(slices) if name in names]
         member_problems = [problems[index] for index in members]
-        lines.append(Accuracy(name, by_problem(right[members], member_problems)))
+        lines[name] = by_problem(right[members], member_problems)
     return lines
 
 
@@ -258,14 +247,14 @@ def step_judge(
     places = np.concatenate([np.arange(1, count + 1) for count in mask.sum(-1)])
     slices = [(f"step_{place}",) for place in places]
     majority_right = np.asarray(labels == (labels.mean() > 0.5), float)
-    majority = Accuracy("majority", by_problem(majority_right, problems))
+    majority = by_problem(majority_right, problems)
     apply = jax.jit(partial(models.apply, model))
 
-    def judge(params: Params, by_place: bool) -> list[Accuracy]:
+    def judge(params: Params, by_place: bool) -> Accuracies:
         logits = step_logits(apply, select(params), examples)[at]
         right = np.asarray((logits > 0) == labels, float)
-        lines = [Accuracy("", by_problem(right, problems)), majority]
-        return lines + (by_slice(right, problems, slices) if by_place else [])
+        lines = {"": by_problem(right, problems), "majority": majority}
+        return lines | (by_slice(right, problems, slices) if by_place else {})
 
     return judge
 

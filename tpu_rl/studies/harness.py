@@ -16,7 +16,6 @@ texts are those of the model's template, in which control tokens are recognized,
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import sampler
-from tpu_rl.errors import InputError, MachineError, missing_file, refused
+from tpu_rl.errors import InputError, MachineError, did_you_mean, missing_file, refused
 from tpu_rl.evaluation import intervals
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rollout.prompts import stop_at
@@ -103,11 +102,11 @@ def load_tasks(names: Sequence[str]) -> Any:
     chosen = [own_names.get(name, name) for name in names]
     for name in chosen:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.0)
+            near = did_you_mean(name, manager.all_tasks)
             raise InputError(
                 f"lm-eval has no task {name!r}",
                 where="--tasks",
-                fix=f"did you mean {', '.join(near)}? Or give a YAML file of your own",
+                fix=f"{near} Or give a YAML file of your own".lstrip(),
             )
     return manager, chosen
 

@@ -25,7 +25,7 @@ from tpu_rl.evaluation.pair_accuracy import (
     one_pair_per_step,
     problems_of,
 )
-from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
+from tpu_rl.evaluation.reward_accuracy import by_slice, column_slices, with_lengths
 from tpu_rl.experience.config import FLIPPED, BatchConfig
 from tpu_rl.experience.sources import pairs
 from tpu_rl.experience.sources.pairs import GivenPairs, ToPairs
@@ -156,6 +156,6 @@ def accuracies(
     problems = problems_of(rows)
     right = (margins > 0) + 0.5 * (margins == 0)
     slices = with_lengths(column_slices(rows), to_pairs(list(rows)))
-    lines = [Accuracy("", by_problem(right, problems)), *by_slice(right, problems, slices)]
+    lines = {"": by_problem(right, problems)} | by_slice(right, problems, slices)
     keys = ("accuracy", "low", "high", "n")
-    return {name: dict(zip(keys, estimate, strict=True)) for name, estimate in lines}
+    return {name: dict(zip(keys, estimate, strict=True)) for name, estimate in lines.items()}

@@ -206,7 +206,6 @@ def answers_of(
     `addresses` has the directory of each member that is no file of answers.
     """
     found = {}
-    rows = None
     for member in members:
         if is_file(member):
             item = answers.read(Path(member))
@@ -220,14 +219,13 @@ def answers_of(
         of = answers.identity(settings, model, samples=flags.samples, temperature=flags.temperature)
         digest = answers.short_hash(of)
         path = Path(flags.keep) / f"{digest}.jsonl" if flags.keep is not None else None
-        item = answers.read(path, of) if path is not None else None
-        if item is None:
-            rows = rows or answers.problems_of(settings, is_whole)
-            loaded = answers.load_model(model, settings)
-            item = answers.evaluate(settings, *loaded, rows, flags.samples, flags.temperature)
-            if path is not None:
-                answers.write(path, item, of)
-        found[member] = item
+
+        def answer(model: str = model, config: ExperimentConfig = settings) -> Answers:
+            rows = answers.problems_of(config, is_whole)
+            loaded = answers.load_model(model, config)
+            return answers.evaluate(config, *loaded, rows, flags.samples, flags.temperature)
+
+        found[member] = answers.kept(path, of, answer)
     return found
 
 

@@ -597,9 +597,8 @@ def report_reward_model(flags: Flags) -> None:
     stage = next(stage for stage in run_stages if step <= stage.last)
     with jax.set_mesh(context.mesh):
         lines = held_out_judges.held_out_judge(context, stage, params)(params, True)
-    names = (name.replace("_", " ") or "reward model" for name, _ in lines)
-    shares = [share_line(name, line.estimate) for name, line in zip(names, lines, strict=True)]
-    show(flags.model, shares, "accuracy")
+    named = {name.replace("_", " ") or "reward model": share for name, share in lines.items()}
+    show(flags.model, [share_line(*line) for line in named.items()], "accuracy")
 
 
 def ranks_pairs(config: ExperimentConfig, flags: Flags) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,6 +237,16 @@ def write(path: Path, answers: Answers, of: str) -> None:
         numbers = [float(reward) if np.isfinite(reward) else None for reward in rewards]
         lines.append({"prompt": prompt, "completions": completions, "rewards": numbers})
     write_lines(path, lines)
+
+
+def kept(path: Path | None, of: str, answer: Callable[[], Answers]) -> Answers:
+    """Return the answers in a file, or new ones, which are then written there; None for no file."""
+    known = None if path is None else read(path, of)
+    if known is None:
+        known = answer()
+        if path is not None:
+            write(path, known, of)
+    return known
 
 
 def write_lines(path: Path, objects: Sequence[Any]) -> None:

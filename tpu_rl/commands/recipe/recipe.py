@@ -115,14 +115,14 @@ def main(argv: list[str]) -> int:
 def copy_examples(target: Path) -> None:
     """Write the recipes of the installed package, or of the checkout, to a new folder.
 
-    Raises InputError if the folder exists, or there are no recipes.
+    Raises InputError if the folder exists.
     """
     package = Path(tpu_rl.__file__).parent
-    source = next(filter(Path.is_dir, (package / EXAMPLES, package.parent / EXAMPLES)), None)
+    source = package / EXAMPLES
+    if not source.is_dir():
+        source = package.parent / EXAMPLES
     if target.exists():
         raise InputError(f"{target} exists", where="--copy-to", fix="name a new folder")
-    if source is None:
-        raise InputError("this installation has no recipes", fix="install a wheel of tpu_rl")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
@@ -281,7 +281,7 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
     """
     folder = Path(config.run_dir)
     stage = answers.identity(config, str(config.model.path))
-    settings = {"stage": stage, "keep": rule_of(keep)}
+    settings = {"stage": stage, "keep": asdict(keep)}
     text = json.dumps(settings, sort_keys=True)
     summary = run_files.read_json(folder / recipe_report.SUMMARY)
     known = folder / "settings.json"
@@ -342,14 +342,6 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
         answers.write_lines(path, [numbers, *kept_rows])
         print(f"  {first + len(chunk)} of {count} prompts: {json.dumps(numbers)}", flush=True)
     join_chunks(folder, -(-count // keep.chunk), keep)
-
-
-def rule_of(keep: Keep) -> dict[str, Any]:
-    """Return the settings of a filter, those of before there were columns as they were."""
-    rule = asdict(keep)
-    if not keep.columns:
-        del rule["columns"]
-    return rule
 
 
 def join_chunks(folder: Path, count: int, keep: Keep) -> None:
@@ -527,18 +519,17 @@ def measure(
     loaded = None
     for name in recipe.evaluations:
         settings = replace(configs[f"{name}:"], run_dir="")
-        of = answers.identity(settings, model)
         folder = recipe.start_dir if stage == START else recipe.run_dir
         path = folder / recipe_file.EVALUATIONS / f"{stage}--{name}.jsonl"
-        known = answers.read(path, of)
-        if known is None:
-            with named(f"evaluation {name} of {stage}"):
-                if loaded is None:
-                    loaded = answers.load_model(model, settings)
-                rows = answers.problems_of(settings, is_whole=True)
-                known = answers.evaluate(settings, *loaded, rows)
-            answers.write(path, known, of)
-        measured[name] = known
-        value = known.estimate()
-        print(f"  {name}: {markdown.of(value)}", flush=True)
+
+        def answer(settings: ExperimentConfig = settings) -> Answers:
+            nonlocal loaded
+            if loaded is None:
+                loaded = answers.load_model(model, settings)
+            rows = answers.problems_of(settings, is_whole=True)
+            return answers.evaluate(settings, *loaded, rows)
+
+        with named(f"evaluation {name} of {stage}"):
+            measured[name] = answers.kept(path, answers.identity(settings, model), answer)
+        print(f"  {name}: {markdown.of(measured[name].estimate())}", flush=True)
     return measured

@@ -23,90 +23,10 @@ from tpu_rl.commands.flags import yaml_flags
 from tpu_rl.commands.flags.flag_names import OTHER_FILES, library_of
 from tpu_rl.errors import InputError, reported, typed_command
 
-OPTIMIZER = "optimizer.learning-rate"
-ADVANTAGES = "algorithm.advantages"
-TRL: dict[str, str | tuple[str, Mapping[Any, Any]]] = {
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.path",
-    "dataset_config": "data.config",
-    "dataset_train_split": "data.split",
-    "output_dir": "run-dir",
-    "seed": "seed",
-    "learning_rate": OPTIMIZER,
-    "warmup_steps": "optimizer.warmup-steps",
-    "weight_decay": "optimizer.weight-decay",
-    "adam_beta2": "optimizer.beta2",
-    "max_grad_norm": "optimizer.max-grad-norm",
-    "lr_scheduler_type": (
-        "optimizer.schedule",
-        {"constant": "constant", "linear": "linear", "cosine": "cosine"},
-    ),
-    "num_generations": "batch.group-size",
-    "num_iterations": "batch.ppo-epochs",
-    "max_completion_length": "sampling.max-new-tokens",
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top-p",
-    "top_k": "sampling.top-k",
-    "min_p": "sampling.min-p",
-    "repetition_penalty": "sampling.repetition-penalty",
-    "epsilon": "algorithm.clip-low",
-    "epsilon_high": "algorithm.clip-high",
-    "delta": "algorithm.dual-clip",
-    "beta": "algorithm.kl-loss-coef",
-    "mask_truncated_completions": "algorithm.mask-truncated",
-    "scale_rewards": (
-        ADVANTAGES,
-        {"group": "group", "batch": "batch", "none": "centered", True: "group", False: "centered"},
-    ),
-    "loss_type": (
-        "algorithm.loss-aggregation",
-        {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant_length"},
-    ),
-    "bf16": ("model.dtype", {True: "bfloat16"}),
-    "lora_r": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "eval_steps": "evaluation.interval",
-    "save_steps": "checkpoint.interval",
-}
-"""TRL's name -> our setting, or our setting and the values that have a counterpart."""
-
-VERL: dict[str, str | tuple[str, Mapping[Any, Any]]] = {
-    "actor_rollout_ref.model.path": "model.path",
-    "data.train_files": "data.path",
-    "data.val_files": "data.evaluation-path",
-    "data.train_batch_size": "batch.prompts",
-    "data.max_prompt_length": "sampling.max-prompt-tokens",
-    "data.max_response_length": "sampling.max-new-tokens",
-    "actor_rollout_ref.actor.optim.lr": OPTIMIZER,
-    "actor_rollout_ref.actor.optim.weight_decay": "optimizer.weight-decay",
-    "actor_rollout_ref.actor.grad_clip": "optimizer.max-grad-norm",
-    "actor_rollout_ref.actor.ppo_epochs": "batch.ppo-epochs",
-    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip-low",
-    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip-high",
-    "actor_rollout_ref.actor.clip_ratio_c": "algorithm.dual-clip",
-    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy-coef",
-    "actor_rollout_ref.actor.loss_agg_mode": (
-        "algorithm.loss-aggregation",
-        {
-            "token-mean": "token_mean",
-            "seq-mean-token-mean": "sequence_mean",
-            "seq-mean-token-sum-norm": "constant_length",
-            "seq-mean-token-sum": "sequence_sum",
-        },
-    ),
-    "actor_rollout_ref.rollout.n": "batch.group-size",
-    "actor_rollout_ref.rollout.temperature": "sampling.temperature",
-    "actor_rollout_ref.rollout.top_p": "sampling.top-p",
-    "algorithm.adv_estimator": (
-        ADVANTAGES,
-        {"grpo": "group", "rloo": "leave_one_out", "opo": "opo", "gpg": "gpg"},
-    ),
-    "trainer.total_training_steps": "steps",
-    "trainer.default_local_dir": "run-dir",
-}
-"""As TRL, with dots."""
-
-
+TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
+"""Library -> its name of a setting -> our name, or {our name: {its value: ours}}."""
 OF_GRPO = ("num_generations", "reward_funcs", "scale_rewards", "num_iterations", "epsilon")
 OF_GRPO += ("generation_batch_size",)
 """Names of GRPOConfig of which its files have one, and those of DPO and SFT none."""
@@ -152,8 +72,9 @@ def translate(theirs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     Raises:
         InputError: the file is of another library, or of another method of TRL.
     """
-    table = VERL if any(name.startswith("actor_rollout_ref.") for name in theirs) else TRL
-    if table is TRL and not {*OF_GRPO} & theirs.keys():
+    of_verl = any(name.startswith("actor_rollout_ref.") for name in theirs)
+    table = TABLES["verl" if of_verl else "trl"]
+    if not of_verl and not {*OF_GRPO} & theirs.keys():
         library = library_of(*theirs) or "another library"
         raise InputError(
             f"the file is not one of `trl grpo` or of verl, but of {library}",
@@ -167,11 +88,14 @@ def translate(theirs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         if entry is None or value is None:
             left |= {} if value is None else {name: value}
             continue
-        setting, convert = (entry, None) if isinstance(entry, str) else entry
-        if convert is not None and (isinstance(value, list) or value not in convert):
-            left[name] = value
+        if isinstance(entry, str):
+            ours[entry] = value
             continue
-        ours[setting] = value if convert is None else convert[value]
+        [(setting, convert)] = entry.items()
+        if isinstance(value, list) or value not in convert:
+            left[name] = value
+        else:
+            ours[setting] = convert[value]
     for name, (setting, compute) in COMPUTED.items():
         if name in left and (value := compute(theirs, left[name])) is not None:
             ours[setting] = value
