@@ -30,7 +30,7 @@ from tpu_rl.errors import InputError, MachineError, did_you_mean, missing_file, 
 from tpu_rl.evaluation import intervals
 from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.rollout.prompts import stop_at
-from tpu_rl.sampler import ConversationSampler, SamplerConfig, Score, TurnRequest
+from tpu_rl.sampler import SamplerConfig, Score
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Policy, Purpose
 
@@ -315,6 +315,8 @@ def complete(
             why="only until, max_gen_toks, do_sample, temperature, top_k, top_p and min_p are here",
             fix="leave the task out, or the key out of a copy of its YAML file",
         )
+    read = [prompt[-(model.max_length - limit) :] for prompt in prompts]
+    longest = 1 << (max(map(len, read)) - 1).bit_length()
     config = SamplerConfig(
         max_new_tokens=limit,
         temperature=temperature,
@@ -324,32 +326,18 @@ def complete(
         logit_bias=tuple((i, -math.inf) for i in range(tokenizer.vocab_size, model.vocab_size)),
         stop_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
+        max_num_seqs=MOST_AT_ONCE,
+        prompt_length=min(longest, model.max_length - limit),
     )
-    run_key = sampler.run_key(seed, Purpose.EVALUATION, 0)
-    keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, np.arange(len(prompts)))))
-    read = [prompt[-(model.max_length - limit) :] for prompt in prompts]
-    longest = max(map(len, read)) + limit
-    length = min(1 << (longest - 1).bit_length(), model.max_length)
+    key = sampler.run_key(seed, Purpose.EVALUATION, 0)
+    at_stop = stop_at(tokenizer, stops)
     with jax.set_mesh(model.mesh):
-        live = ConversationSampler(
-            model.policy,
-            model.params,
-            config,
-            num_slots=min(len(read), MOST_AT_ONCE),
-            max_length=length,
-            prompt_length=min(64, length),
-            mesh=model.mesh,
-            stop_at=stop_at(tokenizer, stops),
+        rollout = sampler.sample(
+            model.policy, model.params, read, key, config, mesh=model.mesh, stop_at=at_stop
         )
-        live.submit(
-            [TurnRequest(number, prompt, keys[number], limit) for number, prompt in enumerate(read)]
-        )
-        texts: dict[int, str] = {}
-        while not live.is_idle:
-            for turn in live.step():
-                live.close(turn.conversation)
-                texts[turn.conversation] = tokenizer.decode(turn.tokens)
-    for number, text in texts.items():
+    texts = []
+    for tokens, sampled in zip(rollout.tokens, rollout.action_mask, strict=True):
+        text = tokenizer.decode(tokens[sampled].tolist())
         places = [text.index(stop) for stop in stops if stop in text]
-        texts[number] = text[: min(places)] if places else text
-    return [texts[number] for number in range(len(prompts))]
+        texts.append(text[: min(places, default=None)])
+    return texts

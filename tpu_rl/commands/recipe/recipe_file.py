@@ -169,10 +169,9 @@ class _Reader:
 
     def __init__(self, run_dir: Path, common: dict[str, Any], seed: int | None, where: str):
         self.planned: list[RecipeStage] = []
-        self._results: dict[str, str] = {}
-        self._folders: dict[str, str] = {}
+        self._latest: dict[str, RecipeStage] = {}
+        """Name in the file -> the latest stage of that name."""
         self._taken = {START: "a row of the table", EVALUATIONS: "the folder of answers"}
-        self._is_filter: dict[str, bool] = {}
         self._run_dir = run_dir
         self._common = common
         self._seed = {} if seed is None else {"seed": seed}
@@ -249,14 +248,10 @@ class _Reader:
         if added_seed and "seed" not in stage_flags and isinstance(seed, int):
             merged["seed"] = seed + added_seed
         argv = _argv(merged, where)
-        self._is_filter[name] = keep is not None
-        self._results[name] = str(
-            self._run_dir / folder / ("rows.jsonl" if keep is not None else "model")
-        )
-        self._folders[name] = folder
         only_models = all(key in MODEL_KEYS[:2] for key, _ in needs)
         found = tuple(stage for _, stage in needs)
-        self.planned.append(RecipeStage(folder, argv, keep, found, only_models))
+        self._latest[name] = RecipeStage(folder, argv, keep, found, only_models)
+        self.planned.append(self._latest[name])
 
     def _resolved(
         self, value: Any, key: str, block: Mapping, where: str, needs: list[tuple[str, str]]
@@ -264,25 +259,26 @@ class _Reader:
         """Return a value of the file with what stages leave in place of references to them."""
 
         def result_of(name: Any) -> str:
-            if not isinstance(name, str) or name not in self._results:
+            stage = self._latest.get(name) if isinstance(name, str) else None
+            if stage is None:
                 later = isinstance(name, str) and self._taken.get(name) == STAGE
                 raise InputError(
                     f"stage {name} has not run before this one" if later else f"no stage {name}",
                     where=f"{where}, {key}",
                     fix="in round 1 use {stage: NAME, first: OTHER}"
                     if later
-                    else f"stages before it: {', '.join(self._results) or 'none'}",
+                    else f"stages before it: {', '.join(self._latest) or 'none'}",
                 )
+            is_filter = stage.keep is not None
             reads_rows = key.startswith("data.")
-            if self._is_filter[name] != reads_rows and (reads_rows or key in MODEL_KEYS):
-                leaves = "rows" if self._is_filter[name] else "a model"
+            if is_filter != reads_rows and (reads_rows or key in MODEL_KEYS):
                 raise InputError(
-                    f"stage {name} leaves {leaves}",
+                    f"stage {name} leaves {'rows' if is_filter else 'a model'}",
                     where=f"{where}, {key}",
                     fix="name a stage with `keep`" if reads_rows else "name a stage without `keep`",
                 )
-            needs.append((key, self._folders[name]))
-            return self._results[name]
+            needs.append((key, stage.name))
+            return str(self._run_dir / stage.name / ("rows.jsonl" if is_filter else "model"))
 
         if isinstance(value, str):
             return REFERENCE.sub(lambda match: result_of(match[1]), value)
@@ -293,7 +289,7 @@ class _Reader:
         if "stage" in value:
             _require_keys(value, ("stage", "first"), f"{where}, {key}")
             name = value["stage"]
-            is_later = isinstance(name, str) and name in block and name not in self._results
+            is_later = isinstance(name, str) and name in block and name not in self._latest
             if is_later and "first" in value:
                 first = value["first"]
                 return result_of(first) if self._taken.get(first) == STAGE else first

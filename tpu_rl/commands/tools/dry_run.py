@@ -239,13 +239,9 @@ def try_rewards(
     prompts, columns = scoring.repeat_rows(list(rows), num_texts)
     flat = [text for row_texts in texts for text in row_texts]
     ids = [tokenizer.encode(text)[: config.sampling.max_new_tokens - 1] for text in flat]
-    of_rollout: dict[str, list[Any]] = {
-        "completion_ids": [[*row_ids, tokenizer.eos_ids[0]] for row_ids in ids],
-        "token_counts": [len(row_ids) + 1 for row_ids in ids],
-        "truncated": [False] * len(flat),
-        "group": [index // num_texts for index in range(len(flat))],
-        "step": [1] * len(flat),
-    }
+    of_rollout = gold.rollout_columns(
+        [(index // num_texts, [*row, tokenizer.eos_ids[0]]) for index, row in enumerate(ids)]
+    )
     completions = rewards.as_answers(prompts, flat, config.converses)
     with preflight.open_rewards(config, untrained) as functions:
         scores = rewards.score(

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -140,14 +141,7 @@ def _failures(
     flat = [(index, text) for index in indices for text in texts[index]]
     prompts, all_columns = repeat_rows([rows[index] for index, _ in flat], 1)
     completions = rewards.as_answers(prompts, [text for _, text in flat], converses)
-    ids = [tokenizer.encode(text) for _, text in flat]
-    of_rollout = {
-        "completion_ids": ids,
-        "token_counts": [len(row) for row in ids],
-        "truncated": [False] * len(flat),
-        "group": [index for index, _ in flat],
-        "step": [1] * len(flat),
-    }
+    of_rollout = rollout_columns([(index, tokenizer.encode(text)) for index, text in flat])
     judged = rewards.apply(name, function, prompts, completions, all_columns, of_rollout)
     faults = {fault.row: fault.message for fault in judged.faults}
     values = np.nan_to_num(judged.values, nan=-math.inf)
@@ -171,3 +165,14 @@ def _failures(
     why = f": {reason}" if reason else ""
     fix = "leave such rows out, or name the column that holds the answer (--data.columns)"
     return failed, [f"{what}{why}; {fix}"]
+
+
+def rollout_columns(completions: Sequence[tuple[int, list[int]]]) -> dict[str, list[Any]]:
+    """Return what a rollout says of completions, each (its group, its tokens)."""
+    return {
+        "completion_ids": [ids for _, ids in completions],
+        "token_counts": [len(ids) for _, ids in completions],
+        "truncated": [False] * len(completions),
+        "group": [group for group, _ in completions],
+        "step": [1] * len(completions),
+    }
