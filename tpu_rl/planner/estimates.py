@@ -63,6 +63,11 @@ class Line(NamedTuple):
         return self.step.compiled.program is not None and within
 
     @property
+    def calls(self) -> float:
+        """Of what `seconds` bounds, in one step of the run."""
+        return self.step.times * self.step.loops
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens over all chips by the expected time, or an upper bound; 0 if both are unknown."""
         seconds = self.expected_seconds or self.seconds
@@ -93,8 +98,8 @@ class Plan(NamedTuple):
     @property
     def seconds(self) -> float:
         """Lower bound for one step of the run, in its last stage; 0 if the speed is unknown."""
-        sides = self._sides()
-        return max((sum(map(_step_seconds, lines)) for lines in sides), default=0.0)
+        sides = ([line.calls * line.seconds for line in lines] for lines in self._sides())
+        return max(map(sum, sides), default=0.0)
 
     @property
     def expected_seconds(self) -> float | None:
@@ -112,7 +117,10 @@ class Plan(NamedTuple):
 
         There are two sets if some devices only sample. They work at the same time.
         """
-        return [sum(map(_expected_step_seconds, lines)) for lines in self._sides()]
+        return [
+            sum(line.calls * (line.expected_seconds or line.seconds) for line in lines)
+            for lines in self._sides()
+        ]
 
     def _sides(self) -> list[list[Line]]:
         """Return the steps of the last stage by the devices that compute them."""
@@ -124,14 +132,6 @@ class Plan(NamedTuple):
     def _last_stage(self) -> list[Line]:
         last_stage = self.lines[-1][0] if self.lines else None
         return [line for stage, line in self.lines if stage == last_stage]
-
-
-def _step_seconds(line: Line) -> float:
-    return line.step.times * line.step.loops * line.seconds
-
-
-def _expected_step_seconds(line: Line) -> float:
-    return line.step.times * line.step.loops * (line.expected_seconds or line.seconds)
 
 
 def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:

@@ -13,24 +13,14 @@ from typing import NamedTuple
 import jax
 
 from tpu_rl import cost_model
+from tpu_rl.cost_model.costs import FREE
 from tpu_rl.planner.steps import Step, chip_bytes
 from tpu_rl.train import update_step
 from tpu_rl.types import TrainState
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-_ALIASES = frozenset(
-    (
-        "parameter",
-        "tuple",
-        "get-tuple-element",
-        "while",
-        "bitcast",
-        "constant",
-        "conditional",
-        "call",
-    )
-)
+_ALIASES = FREE | {"while", "conditional", "call"}
 """Opcodes that allocate nothing: their result is part of another array."""
 
 

@@ -57,17 +57,6 @@ class HarnessModel(NamedTuple):
     """Tokens of a text."""
 
 
-def require_package() -> None:
-    """Raise MachineError if lm-eval is not installed."""
-    with refused(
-        ImportError,
-        "tasks of lm-evaluation-harness need the package lm-eval, which is not installed",
-        fix='pip install "tpu_rl[lm-eval]"',
-        kind=MachineError,
-    ):
-        import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-
 def load_tasks(names: Sequence[str]) -> Any:
     """Return the manager of the harness, which knows all these tasks, and their own names.
 
@@ -78,9 +67,15 @@ def load_tasks(names: Sequence[str]) -> Any:
         InputError: if there is no such task.
         MachineError: if lm-eval is not installed.
     """
-    require_package()
     import yaml
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    with refused(
+        ImportError,
+        "tasks of lm-evaluation-harness need the package lm-eval, which is not installed",
+        fix='pip install "tpu_rl[lm-eval]"',
+        kind=MachineError,
+    ):
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     class Loader(yaml.SafeLoader):
         """Reads any tag, as !function, as nothing: only the name is wanted here."""

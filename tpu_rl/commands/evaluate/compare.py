@@ -20,6 +20,7 @@ command, in another run folder, and compares the digests.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import subprocess
@@ -217,7 +218,7 @@ def answers_of(
             raise InputError("a model and a file of answers", where=member, fix="give problems")
         model = addresses[member]
         of = answers.identity(settings, model, samples=flags.samples, temperature=flags.temperature)
-        digest = answers.short_hash(of)
+        digest = hashlib.sha256(of.encode()).hexdigest()[:16]
         path = Path(flags.keep) / f"{digest}.jsonl" if flags.keep is not None else None
 
         def answer(model: str = model, config: ExperimentConfig = settings) -> Answers:

@@ -6,7 +6,6 @@ random keys are those of every evaluation, so that two models differ in nothing 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -71,7 +70,8 @@ class Answers(NamedTuple):
 def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:
     """Load a model directory, hub id or builtin:NAME, in the dtypes of the configuration."""
     compilation_cache.enable()
-    config = with_model(config, address)
+    model = replace(config.model, path=address, random_init=False, lora=models.LoraConfig())
+    config = replace(config, model=model)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
     models.require_writer(language.model, address)
@@ -90,12 +90,6 @@ def split(argv: list[str]) -> tuple[list[str], list[list[str]]]:
         else:
             parts[-1].append(argument)
     return parts[0], parts[1:]
-
-
-def with_model(config: ExperimentConfig, address: str) -> ExperimentConfig:
-    """Return the configuration with the model at an address, as it is."""
-    model = replace(config.model, path=address, random_init=False, lora=models.LoraConfig())
-    return replace(config, model=model)
 
 
 def address_of(member: str) -> str:
@@ -219,11 +213,6 @@ def decoding(
 def identity(config: ExperimentConfig, model: str, **settings: Any) -> str:
     """Return a hash of what answers depend on, besides the weights in the model's folder."""
     return configuration.settings_hash(config) + json.dumps({"model": model, **settings})
-
-
-def short_hash(of: str) -> str:
-    """Return a name for a file of answers."""
-    return hashlib.sha256(of.encode()).hexdigest()[:16]
 
 
 def write(path: Path, answers: Answers, of: str) -> None:
