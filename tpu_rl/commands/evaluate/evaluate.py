@@ -48,13 +48,13 @@ from tpu_rl.evaluation.intervals import Estimate
 from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.experience.rows import tasks
-from tpu_rl.ranges import Conflicts, Count, In, Needs
+from tpu_rl.ranges import Conflicts, Count, In, Needs, Positive
 from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler.text_scores import Score
-from tpu_rl.studies import guided_accuracy, harness, model_kl, step_search
+from tpu_rl.studies import entropy, guided_accuracy, harness, model_kl, step_search
 from tpu_rl.studies.step_search import StepSearch
 from tpu_rl.tokenizers import TokenizerConfig, require_same_tokens
 from tpu_rl.types import Params, Policy, Purpose
@@ -71,6 +71,8 @@ NOT_OF_TASKS = (
     *("temperature", "greedy", "max_new_tokens", "judge", "kl_to", "guide", "kl_coef", "baseline"),
 )
 OWN_DATA = "a task has its own data, prompts and judgment"
+MAX_ENTROPY_ROWS = 64
+"""Completions whose entropy is measured."""
 ONE_NUMBER = "it reports one number for all prompts, of completions that the model alone samples"
 
 
@@ -169,6 +171,10 @@ class Flags:
     ] = None
     """Report the KL divergence per token of the model to this model or run, on --samples
     completions of each problem at temperature 1."""
+    target_entropy: Annotated[
+        Positive | None, Conflicts("greedy", "guide", "data.templates", why=ONE_NUMBER)
+    ] = None
+    """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
     guide: Annotated[str | None, Conflicts("data.templates", why=ONE_NUMBER)] = None
     """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
@@ -229,6 +235,16 @@ def main(argv: list[str]) -> int:
             print(
                 f"KL({flags.model} || {flags.kl_to}): {kl.value:z.4f} nats per token "
                 f"({kl.low:z.4f} to {kl.high:z.4f}, {kl.n} problems)"
+            )
+        if flags.target_entropy is not None:
+            rollout = jax.tree.map(lambda x: x[:MAX_ENTROPY_ROWS], results["sampled"].rollout)
+            with jax.set_mesh(compose.make_mesh(MeshConfig())):
+                entropy_at = entropy.entropy_of(language.model, params, rollout)
+                temperature = entropy.temperature_for(entropy_at, flags.target_entropy)
+                now = entropy_at(flags.temperature)
+            print(
+                f"entropy {now:.3f} at temperature {flags.temperature:g}, "
+                f"{flags.target_entropy:g} at {temperature:.3f}"
             )
     return 0
 
