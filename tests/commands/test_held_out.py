@@ -16,7 +16,7 @@ from tpu_rl.evaluation import pair_accuracy
 
 SMALL = [
     *("--steps", "1", "--batch.prompts", "4", "--batch.row-length", "64"),
-    *("--sampling.max-prompt-tokens", "32", "--sampling.max-new-tokens", "8"),
+    *("--sampling.max-prompt-tokens", "34", "--sampling.max-new-tokens", "6"),
     *("--optimizer.learning-rate", "1e-2", "--optimizer.warmup-steps", "0"),
 ]
 REWARDS = """
