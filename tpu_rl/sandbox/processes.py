@@ -196,12 +196,11 @@ class Running:
         """Wait for the end."""
         return _communicate(self._process, self._report, self._begun(), self._limits)
 
-    def begin(self) -> None:
-        """Wait until the process is confined. Raises Refused if it cannot be."""
-        self._begun()
-
     def _begun(self) -> bytearray:
-        """Send the request. Return what the process reported after it was confined."""
+        """Send the request. Return what the process reported after it was confined.
+
+        Raises Refused if it cannot be.
+        """
         _send(self._process, self._request)
         reported = bytearray()
         first_line = _read_first_line(self._report, reported)
