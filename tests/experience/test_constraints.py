@@ -88,7 +88,7 @@ def test_a_resumed_source_goes_on_with_the_same_multipliers():
             scored = multipliers(scored_with(costs[step]), step, state)
             return StepExperience(returns(scored), {}, [], [])
 
-        inner = Source(draw, lambda: {"drawn": len(drawn)}, lambda state: None)
+        inner = Source(draw, lambda: lambda: {"drawn": len(drawn)}, lambda state: None)
         return with_memories(inner, {"multipliers": multipliers})
 
     straight = source()

@@ -50,7 +50,7 @@ def test_a_narrower_batch_has_the_shapes_of_a_wider_one():
 
 def test_widths_are_part_of_checkpoints_and_earlier_ones_have_none():
     states = []
-    plain = Source(lambda step, state: None, lambda: {"row": 3}, states.append)
+    plain = Source(lambda step, state: None, lambda: lambda: {"row": 3}, states.append)
     widths = Widths()
     widths.set_state({"actions": [1, 2, 1, 96]})
     source = with_widths(plain, widths)

@@ -1,5 +1,6 @@
 """Labels of steps from continuations, with a decoder whose continuations are known."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -101,13 +102,13 @@ def test_a_step_is_worth_the_share_of_right_continuations():
 
 
 def test_a_task_labels_steps_by_the_text_of_a_conversation():
-    scored = score_prompts(["12"], {}, group_size=2)
     rows = [{"prompt": [{"role": "user", "content": "Edges"}]}]
+    scored = replace(score_prompts(["12"], {}, group_size=2), rows=rows)
 
     def label(prompt: str, completion: str) -> list[tuple[str, bool]]:
         return [(completion, prompt == "Edges")]
 
-    labeled = step_labels.label_steps(scored, rows, label)
+    labeled = step_labels.label_steps(scored, label)
     assert [row["labels"] for row in labeled] == [(True,), (True,)]
     assert labeled[0]["prompt"] == rows[0]["prompt"]
 

@@ -120,7 +120,7 @@ def _held_out_steps(context: RunContext, params: Params) -> list[Row]:
     if task is None or task.label_steps is None or not rows:
         return rows if has_labels else []
     scored = _reference_completions(context, params, rows)
-    return step_labels.label_steps(scored, rows, task.label_steps)
+    return step_labels.label_steps(scored, task.label_steps)
 
 
 def _reference_completions(context: RunContext, params: Params, rows: list[Row]) -> Scored:

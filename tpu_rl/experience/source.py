@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.data.encoding import bucket
 from tpu_rl.experience.layout import Widths
 from tpu_rl.rollout import records
+from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.types import Rollout, TrainState
 
@@ -38,20 +40,51 @@ class Source(NamedTuple):
 
     draw: Callable[[int, TrainState], StepExperience]
     """(step of the run, state) -> experience. Offline sources ignore the state."""
-    get_state: Callable[[], dict[str, Any]]
+    snapshot: Callable[[], Callable[[], dict[str, Any]]]
+    """Capture the state; the returned function serializes it. Few steps need that."""
     set_state: Callable[[dict[str, Any]], None]
     close: Callable[[], None] = lambda: None
     """End work that goes on between two calls of `draw`."""
-    take_snapshot: Callable[[], Callable[[], dict[str, Any]]] | None = None
-    """Capture a snapshot; the returned function serializes it later. Set this if `get_state` is
-    slow."""
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Capture the state; the returned function serializes it. Few steps need that."""
-        if self.take_snapshot is not None:
-            return self.take_snapshot()
-        state = self.get_state()
+    def get_state(self) -> dict[str, Any]:
+        """Return the state."""
+        return self.snapshot()()
+
+
+def of_stream(stream: data.RowStream, draw: Callable[[int, TrainState], StepExperience]) -> Source:
+    """Return the source whose state is that of a stream of rows."""
+
+    def snapshot() -> Callable[[], dict[str, Any]]:
+        state = stream.get_state()
         return lambda: state
+
+    return Source(draw, snapshot, stream.set_state)
+
+
+def of_rows(
+    stream: data.RowStream, make: Callable[[list[Row], int, TrainState], StepExperience]
+) -> Source:
+    """Return the source of what is made of the stream's rows, a batch of them in each step."""
+    return of_stream(stream, lambda step, state: make(next(stream)[1], step, state))
+
+
+def of_data(stream: data.RowStream, encode: Callable[[list[Row]], Any]) -> Source:
+    """Return the source of texts that the stream's rows bring."""
+    return of_rows(stream, lambda rows, step, state: offline(encode(rows), rows, step))
+
+
+def of_engine(
+    stream: data.RowStream,
+    engine: Engine,
+    make: Callable[[Scored, int, TrainState], StepExperience],
+) -> Source:
+    """Return the source of what is made of scored completions of the stream's prompts."""
+
+    def roll_out(rows: list[Row], step: int, state: TrainState) -> StepExperience:
+        request = RolloutRequest(rows, step, policy_step=int(state.step))
+        return make(engine.roll_out(state.params, request), step, state)
+
+    return of_rows(stream, roll_out)
 
 
 class Memory(Protocol):
@@ -81,7 +114,7 @@ def with_memories(source: Source, memories: Mapping[str, Memory]) -> Source:
             experience.metrics.update(memory.metrics())
         return experience
 
-    def take_snapshot() -> Callable[[], dict[str, Any]]:
+    def snapshot() -> Callable[[], dict[str, Any]]:
         of_source = source.snapshot()
         states = {name: memory.get_state() for name, memory in memories.items()}
         return lambda: {"source": of_source(), **states}
@@ -91,12 +124,7 @@ def with_memories(source: Source, memories: Mapping[str, Memory]) -> Source:
         for name, memory in memories.items():
             memory.set_state(state[name])
 
-    return source._replace(
-        draw=draw,
-        get_state=lambda: take_snapshot()(),
-        set_state=set_state,
-        take_snapshot=take_snapshot,
-    )
+    return source._replace(draw=draw, snapshot=snapshot, set_state=set_state)
 
 
 def with_widths(source: Source, widths: Widths) -> Source:
@@ -105,7 +133,7 @@ def with_widths(source: Source, widths: Widths) -> Source:
     Checkpoints of earlier versions have none: a run goes on from those as if it began.
     """
 
-    def take_snapshot() -> Callable[[], dict[str, Any]]:
+    def snapshot() -> Callable[[], dict[str, Any]]:
         of_source, state = source.snapshot(), widths.get_state()
         return lambda: of_source() | {"widths": state}
 
@@ -113,23 +141,21 @@ def with_widths(source: Source, widths: Widths) -> Source:
         widths.set_state(state.get("widths", {}))
         source.set_state({name: value for name, value in state.items() if name != "widths"})
 
-    return source._replace(
-        get_state=lambda: take_snapshot()(), set_state=set_state, take_snapshot=take_snapshot
-    )
+    return source._replace(snapshot=snapshot, set_state=set_state)
 
 
-def offline(data: Any, rows: Sequence[Row] = (), step: int = 0) -> StepExperience:
+def offline(texts: Any, rows: Sequence[Row] = (), step: int = 0) -> StepExperience:
     """Return data that was not sampled, made of rows: it has no metrics."""
-    return StepExperience(data, {}, records.of_data(rows, step), [])
+    return StepExperience(texts, {}, records.of_data(rows, step), [])
 
 
-def from_scored(scored: Scored, step: int, data: Any = None) -> StepExperience:
+def from_scored(scored: Scored, step: int, made: Any = None) -> StepExperience:
     """Return scored completions as the experience of a step.
 
     The data are the rollout itself, unless given: pairs or labels made of it.
     """
     return StepExperience(
-        pad_rows_to_bucket(scored.rollout) if data is None else data,
+        pad_rows_to_bucket(scored.rollout) if made is None else made,
         records.metrics(scored),
         records.records(scored, step),
         records.warnings(scored),

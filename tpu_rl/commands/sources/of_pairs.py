@@ -17,10 +17,10 @@ from tpu_rl.commands.config import ExperimentConfig, FileData, Stage
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
-from tpu_rl.experience import reference_log_probs
+from tpu_rl.experience import reference_log_probs, source
 from tpu_rl.experience.rows import dataset_identity, tasks
 from tpu_rl.experience.source import Source
-from tpu_rl.experience.sources import pairs
+from tpu_rl.experience.sources import pairs, rollouts
 from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params
@@ -40,13 +40,13 @@ def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
             compose.row_stream(context, stage),
         )
     if spec.sampled_by is not None:
-        return pairs.sampled_pair_source(
+        return rollouts.rollout_source(
             compose.rollout_engine(context, spec.sampled_by),
             compose.row_stream(context, stage, compose.rows_at_once(config)),
             config.batch,
-            spec.graded,
             config.rollout.dynamic_sampling_rounds,
-            config.rollout.dynamic_sampling_size == "needed",
+            only_needed=config.rollout.dynamic_sampling_size == "needed",
+            make=partial(pairs.sampled_pairs, graded=spec.graded),
         )
     given = require_pairs(config, context.language.tokenizer, context.run_dir)
     stream = dataset_identity.make_stream(
@@ -68,7 +68,7 @@ def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
         )
         by_steps = data.take(given.train, pairs.new_batches(drawn).reshape(-1))
         rows = data.join(whole_batches(given.held_out, config.batch.prompts), by_steps)
-    return pairs.given_pair_source(stream, to_pairs(context, stage, params, rows))
+    return source.of_data(stream, to_pairs(context, stage, params, rows))
 
 
 def whole_batches(rows: Sequence[Row], batch_size: int) -> Sequence[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,44 +13,46 @@ from tpu_rl.commands.config import Stage
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
-from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.experience import source
+from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.experience.sources import accepted, completions, step_labels
+from tpu_rl.rollout.scoring import Scored
 from tpu_rl.types import Params, TrainState
 
 
 def make_demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:
-    return completions.demonstration_source(
-        compose.row_stream(context, stage), _demonstrate(context)
+    return source.of_data(
+        compose.row_stream(context, stage), _encoder(context, data.demonstrations)
     )
 
 
-def _demonstrate(context: RunContext) -> completions.Demonstrate:
-    return partial(
-        data.demonstrations, tokenizer=context.language.tokenizer, max_length=context.max_length
-    )
+def _encoder(context: RunContext, encode: Callable[..., Any], **settings: int) -> Any:
+    """Return a function of `data` from rows to arrays with the run's tokenizer and lengths."""
+    tokenizer, max_length = context.language.tokenizer, context.max_length
+    return partial(encode, tokenizer=tokenizer, max_length=max_length, **settings)
 
 
 def make_completions(context: RunContext, stage: Stage, params: Params) -> Source:
     batch = context.config.batch
     spec = stage.algorithm.experience
-    source = completions.completion_source(
+    from_roles = completions.completion_source(
         compose.rollout_engine(context),
         compose.rollout_engine(context, spec.sampled_by) if spec.sampled_by else None,
         compose.row_stream(context, stage),
         batch,
         spec.shares(batch.prompts).get("policy", 0),
-        _demonstrate(context),
+        _encoder(context, data.demonstrations),
         spec.sampled_by,
     )
     if spec.served is None:
-        return source
+        return from_roles
     teach = wings.MODULES["served_teacher"].connect(*spec.served, context.language.tokenizer)
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        experience = source.draw(step, state)
+        experience = from_roles.draw(step, state)
         return experience._replace(data=teach(experience.data))
 
-    return source._replace(draw=draw)
+    return from_roles._replace(draw=draw)
 
 
 def make_accepted(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -57,8 +60,9 @@ def make_accepted(context: RunContext, stage: Stage, params: Params) -> Source:
     assert spec.acceptance is not None
     assert spec.sampled_by is not None
     engine = compose.rollout_engine(context, spec.sampled_by)
+    keep = partial(accepted.accept, rule=spec.acceptance, on_policy=spec.sampled_by == "policy")
     stream = compose.row_stream(context, stage)
-    return accepted.accepted_source(engine, stream, spec.acceptance, spec.sampled_by)
+    return source.of_engine(stream, engine, lambda scored, step, state: keep(scored, step))
 
 
 def make_step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -73,17 +77,27 @@ def make_step_labels(context: RunContext, stage: Stage, params: Params) -> Sourc
             context, context.rollout_policy("reference"), algorithm.continuations
         )
         again = replace(again, config=replace(again.config, prompt_length=context.max_length))
-        return step_labels.monte_carlo_step_source(
-            engine, stream, again, compose.scorer(context), algorithm
-        )
-    to_examples = partial(
-        data.steps, tokenizer=context.language.tokenizer, max_length=context.max_length
-    )
+        scorer = compose.scorer(context)
+
+        def label(scored: Scored, step: int, state: TrainState) -> StepExperience:
+            examples = step_labels.monte_carlo_labels(
+                scored, again, scorer, state.params, step, algorithm
+            )
+            return from_scored(scored, step, examples)
+
+        return source.of_engine(stream, engine, label)
+    to_examples = _encoder(context, data.steps)
     task = task_of(context.config.data)
     if sampled_by is None or task is None or task.label_steps is None:
-        return step_labels.given_step_source(stream, to_examples)
+        return source.of_data(stream, to_examples)
+    label_steps = task.label_steps
+
+    def label_by_task(scored: Scored, step: int, state: TrainState) -> StepExperience:
+        rows = step_labels.label_steps(scored, label_steps)
+        return from_scored(scored, step, to_examples(rows))
+
     engine = compose.rollout_engine(context, sampled_by)
-    return step_labels.sampled_step_source(engine, stream, task.label_steps, to_examples)
+    return source.of_engine(stream, engine, label_by_task)
 
 
 def make_scored_completions(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -98,13 +112,10 @@ def make_scored_completions(context: RunContext, stage: Stage, params: Params) -
         )
     stream = compose.row_stream(context, stage)
     if spec.sampled_by is not None:
-        return completions.sampled_scores_source(
-            compose.rollout_engine(context, spec.sampled_by), stream
-        )
-    to_scored = partial(
-        data.scored_completions,
-        tokenizer=context.language.tokenizer,
-        max_length=context.max_length,
-        size=size,
-    )
-    return completions.given_scores_source(stream, to_scored)
+        engine = compose.rollout_engine(context, spec.sampled_by)
+
+        def score(scored: Scored, step: int, state: TrainState) -> StepExperience:
+            return from_scored(scored, step, completions.with_scores(scored))
+
+        return source.of_engine(stream, engine, score)
+    return source.of_data(stream, _encoder(context, data.scored_completions, size=size))

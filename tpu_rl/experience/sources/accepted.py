@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_rl import data
 from tpu_rl.algorithm_spec import Acceptance
-from tpu_rl.experience.source import Source, StepExperience, from_scored
-from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.experience.source import StepExperience, from_scored
 from tpu_rl.rollout.scoring import Scored, require_single_rows
-from tpu_rl.types import Completions, TrainState
+from tpu_rl.types import Completions
 
 
 class Selection(NamedTuple):
@@ -22,23 +20,6 @@ class Selection(NamedTuple):
     accepted: np.ndarray
     duplicates: np.ndarray
     """True for good completions that repeat another one of their prompt."""
-
-
-def accepted_source(
-    engine: Engine, stream: data.RowStream, rule: Acceptance, sampled_by: str
-) -> Source:
-    """Return the source of completions that are worth imitating.
-
-    Args:
-        engine: samples as the role `sampled_by`.
-    """
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        request = RolloutRequest(next(stream)[1], step, 0, int(state.step))
-        scored = engine.roll_out(state.params, request)
-        return accept(scored, step, rule, sampled_by == "policy")
-
-    return Source(draw, stream.get_state, stream.set_state)
 
 
 def accept(scored: Scored, step: int, rule: Acceptance, on_policy: bool) -> StepExperience:

@@ -11,56 +11,28 @@ from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.data.encoding import alike
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
+from tpu_rl.experience.source import Source, StepExperience, from_scored, of_rows, offline
 from tpu_rl.rollout import records
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import require_single_rows
+from tpu_rl.rollout.scoring import Scored, require_single_rows
 from tpu_rl.types import Completions, Demonstrations, Rollout, ScoredCompletions, TrainState
 
 Demonstrate = Callable[[list[Row]], Demonstrations]
 """Rows that bring completions -> their texts as token ids."""
 
 
-def demonstration_source(stream: data.RowStream, demonstrate: Demonstrate) -> Source:
-    """Return the source of the stream's own demonstrations."""
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
-        return offline(demonstrate(rows), rows, step)
-
-    return Source(draw, stream.get_state, stream.set_state)
-
-
-def given_scores_source(
-    stream: data.RowStream, to_scored: Callable[[list[Row]], ScoredCompletions]
-) -> Source:
-    """Return the source of the stream's own completions with scores."""
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
-        return offline(to_scored(rows), rows, step)
-
-    return Source(draw, stream.get_state, stream.set_state)
-
-
-def sampled_scores_source(engine: Engine, stream: data.RowStream) -> Source:
-    """Return the source of sampled completions with the scores of their rewards."""
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
-        scored = engine.roll_out(state.params, request)
-        require_single_rows(scored)
-        known = np.isfinite(scored.rewards)
-        arrays: dict[str, Any] = {
-            "tokens": scored.rollout.tokens,
-            "action_mask": np.asarray(scored.rollout.action_mask) & known[:, None],
-            "group_id": scored.rollout.group_id,
-            "scores": np.where(known, scored.rewards, 0).astype(np.float32),
-            "images": scored.rollout.images,
-        }
-        return from_scored(scored, step, ScoredCompletions(**arrays))
-
-    return Source(draw, stream.get_state, stream.set_state)
+def with_scores(scored: Scored) -> ScoredCompletions:
+    """Return sampled completions with the scores of their rewards."""
+    require_single_rows(scored)
+    known = np.isfinite(scored.rewards)
+    arrays: dict[str, Any] = {
+        "tokens": scored.rollout.tokens,
+        "action_mask": np.asarray(scored.rollout.action_mask) & known[:, None],
+        "group_id": scored.rollout.group_id,
+        "scores": np.where(known, scored.rewards, 0).astype(np.float32),
+        "images": scored.rollout.images,
+    }
+    return ScoredCompletions(**arrays)
 
 
 def completion_source(
@@ -78,8 +50,7 @@ def completion_source(
     others; without a teacher, the data rows bring their completions.
     """
 
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
+    def make(rows: list[Row], step: int, state: TrainState) -> StepExperience:
         experience = offline(None)
         parts: list[tuple[Rollout | Demonstrations, bool]] = []
         if num_on_policy:
@@ -102,7 +73,7 @@ def completion_source(
             experience.records.extend(records.of_data(remaining, step))
         return experience._replace(data=together(parts))
 
-    return Source(draw, stream.get_state, stream.set_state)
+    return of_rows(stream, make)
 
 
 def together(parts: list[tuple[Rollout | Demonstrations, bool]]) -> Completions:

@@ -16,10 +16,10 @@ from tpu_rl import data
 from tpu_rl.data import Row, stored_rows
 from tpu_rl.experience.config import BatchConfig, SamplingConfig
 from tpu_rl.experience.rows import tasks
-from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
+from tpu_rl.experience.source import Source, StepExperience, from_scored, of_rows
 from tpu_rl.experience.sources import pairing
-from tpu_rl.experience.sources.rollouts import batch_sampler
 from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Pairs, TrainState
 
@@ -27,38 +27,24 @@ ToPairs = Callable[[Sequence[Row]], Pairs]
 """Rows of pairs -> their token ids, two completions per row."""
 
 
-def sampled_pair_source(
-    engine: Engine,
-    stream: data.RowStream,
-    batch: BatchConfig,
-    graded: bool,
-    dynamic_sampling_rounds: int = 0,
-    only_needed: bool = False,
-) -> Source:
-    """Return the source of pairs of sampled completions: of each prompt a good and a bad one.
+def sampled_pairs(scored: Scored, step: int, graded: bool) -> StepExperience:
+    """Return pairs of sampled completions: of each prompt a good and a bad one.
 
-    With `graded`, each completion stands for itself, with True if it is good. The last two
-    arguments are those of `rollouts.rollout_source`.
+    With `graded`, each completion stands for itself, with True if it is good.
     """
-    sample = batch_sampler(engine, stream, batch, dynamic_sampling_rounds, only_needed)
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        scored = sample(step, state)
-        pairs, num_without = pairing.grade(scored) if graded else pairing.pair_up(scored)
-        num_groups = len(np.unique(pairs.group_id))
-        experience = from_scored(scored, step, pairs)
-        experience.metrics["preference/pairs"] = num_groups - num_without
-        experience.metrics["preference/no_pair"] = num_without / num_groups
-        return experience
-
-    return Source(draw, stream.get_state, stream.set_state)
+    pairs, num_without = pairing.grade(scored) if graded else pairing.pair_up(scored)
+    num_groups = len(np.unique(pairs.group_id))
+    experience = from_scored(scored, step, pairs)
+    experience.metrics["preference/pairs"] = num_groups - num_without
+    experience.metrics["preference/no_pair"] = num_without / num_groups
+    return experience
 
 
 def opposed_pair_source(policy: Engine, opponent: Engine, stream: data.RowStream) -> Source:
     """Return the source of pairs of a completion of the policy and one of its opponent."""
 
-    def draw(step: int, state: TrainState) -> StepExperience:
-        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
+    def make(rows: list[Row], step: int, state: TrainState) -> StepExperience:
+        request = RolloutRequest(rows, step, policy_step=int(state.step))
         of_policy = policy.roll_out(state.params, request)
         of_opponent = opponent.roll_out(state.params, request)
         pairs, num_without = pairing.pair_with(of_policy, of_opponent)
@@ -72,17 +58,7 @@ def opposed_pair_source(policy: Engine, opponent: Engine, stream: data.RowStream
         experience.metrics["preference/opponent_reward"] = opposed.metrics["reward/mean"]
         return experience._replace(rollouts=experience.rollouts + opposed.rollouts)
 
-    return Source(draw, stream.get_state, stream.set_state)
-
-
-def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
-    """Return the source of the stream's own pairs."""
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
-        return offline(to_pairs(rows), rows, step)
-
-    return Source(draw, stream.get_state, stream.set_state)
+    return of_rows(stream, make)
 
 
 ENCODED_SHARE = 4

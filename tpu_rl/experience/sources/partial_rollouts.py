@@ -77,7 +77,7 @@ def partial_source(
         experience.metrics[STALE] = sampled.num_resumed_tokens / max(int(scored.lengths.sum()), 1)
         return experience
 
-    def freeze() -> Callable[[], dict[str, Any]]:
+    def snapshot() -> Callable[[], dict[str, Any]]:
         stream_state = stream.get_state()
         groups = [replace(group, logs=[log.copy() for log in group.logs]) for group in unfinished]
         rows = waiting
@@ -86,9 +86,6 @@ def partial_source(
             "unfinished": groups_to_json(groups),
             "waiting": rows,
         }
-
-    def get_state() -> dict[str, Any]:
-        return freeze()()
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal unfinished, waiting
@@ -101,7 +98,7 @@ def partial_source(
             for log in group.logs:
                 log.end()
 
-    return Source(draw, get_state, set_state, close, freeze)
+    return Source(draw, snapshot, set_state, close)
 
 
 def interleave(old: list[PartialGroup], new: list[PartialGroup]) -> list[PartialGroup]:

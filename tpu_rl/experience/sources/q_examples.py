@@ -142,8 +142,9 @@ def q_example_source(
         metrics |= json.loads(str(rounds[-1].metrics)) | seconds
         return StepExperience(examples, metrics, sample_records(rounds[-1], decode, step), [])
 
-    def get_state() -> dict[str, Any]:
-        return {"drawn": num_drawn, "sha256": digests}
+    def snapshot() -> Callable[[], dict[str, Any]]:
+        state = {"drawn": num_drawn, "sha256": digests}
+        return lambda: state
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal num_drawn
@@ -157,7 +158,7 @@ def q_example_source(
                 )
         num_drawn = int(state["drawn"])
 
-    return Source(draw, get_state, set_state)
+    return Source(draw, snapshot, set_state)
 
 
 def _collect_file(

@@ -9,7 +9,7 @@ from typing import Any
 from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.source import Source, StepExperience, from_scored
+from tpu_rl.experience.source import Source, StepExperience, from_scored, of_stream
 from tpu_rl.experience.transforms import Transform, apply
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
@@ -25,6 +25,7 @@ def rollout_source(
     dynamic_sampling_rounds: int = 0,
     transforms: Sequence[Transform] = (),
     only_needed: bool = False,
+    make: Callable[[Scored, int], StepExperience] = from_scored,
 ) -> Source:
     """Return the source of online rollouts.
 
@@ -33,31 +34,22 @@ def rollout_source(
         dynamic_sampling_rounds: `max_rounds` of `dynamic_sampling.collect`.
         transforms: what happens to each batch before it is packed.
         only_needed: see `dynamic_sampling.collect`.
+        make: what is learned from a batch.
     """
-    sample = batch_sampler(engine, stream, batch, dynamic_sampling_rounds, only_needed)
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        return from_scored(apply(transforms, sample(step, state), step, state), step)
-
-    return Source(draw, stream.get_state, stream.set_state)
-
-
-def batch_sampler(
-    engine: Engine, stream: data.RowStream, batch: BatchConfig, rounds: int, only_needed: bool
-) -> Callable[[int, TrainState], Scored]:
-    """Return the function (step, state) -> a batch of scored completions, of at most `rounds`
-    further rounds."""
     num_completions = batch.prompts * batch.group_size
 
-    def sample(step: int, state: TrainState) -> Scored:
+    def draw(step: int, state: TrainState) -> StepExperience:
         def roll_out(rows: list[Row], round_: int) -> Scored:
             request = RolloutRequest(rows, step, round_ * num_completions, int(state.step))
             return engine.roll_out(state.params, request)
 
         next_rows = stream.take if only_needed else lambda _: next(stream)[1]
-        return dynamic_sampling.collect(next_rows, roll_out, batch.prompts, rounds, only_needed)
+        scored = dynamic_sampling.collect(
+            next_rows, roll_out, batch.prompts, dynamic_sampling_rounds, only_needed
+        )
+        return make(apply(transforms, scored, step, state), step)
 
-    return sample
+    return of_stream(stream, draw)
 
 
 def at_temperature(source: Source, factor_of: Callable[[Any], Array]) -> Source:

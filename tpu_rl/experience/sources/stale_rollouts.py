@@ -116,13 +116,10 @@ def stale_source(
             experience.metrics[WAITED] = seconds_waited
         return experience
 
-    def freeze() -> Callable[[], dict[str, Any]]:
+    def snapshot() -> Callable[[], dict[str, Any]]:
         stream_state = stream.get_state()
         batches = tuple(store)
         return lambda: {"stream": stream_state, "store": [waiting.as_json for waiting in batches]}
-
-    def get_state() -> dict[str, Any]:
-        return freeze()()
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal store, is_restored
@@ -138,7 +135,7 @@ def stale_source(
             if waiting.future.exception() is None:
                 waiting.future.result().cancel_rewards()
 
-    return Source(draw, get_state, set_state, close, freeze)
+    return Source(draw, snapshot, set_state, close)
 
 
 def ages(scored: Scored, policy_step: int) -> dict[str, float]:

@@ -7,80 +7,26 @@ follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpu_rl import data, sampler
+from tpu_rl import sampler
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData
-from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
 from tpu_rl.rollout import image_prompts, scoring
-from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
+from tpu_rl.rollout.engine import Decoding, Scorer
 from tpu_rl.rollout.scoring import Scored, require_single_rows
-from tpu_rl.types import Params, Purpose, QExamples, Rollout, TrainState
+from tpu_rl.types import Params, Purpose, QExamples, Rollout
 from tpu_rl.wings import TASKS
-
-ToExamples = Callable[[list[Row]], QExamples]
-"""Rows of labeled steps -> token ids, with a label at the end of each step."""
 
 LabelCompletion = Callable[[str, str], list[tuple[str, bool]]]
 """(prompt, completion) -> its steps, each with True if it is right; see `Task.label_steps`."""
-
-
-def given_step_source(stream: data.RowStream, to_examples: ToExamples) -> Source:
-    """Return the source of the stream's own labeled steps."""
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
-        return offline(to_examples(rows), rows, step)
-
-    return Source(draw, stream.get_state, stream.set_state)
-
-
-def sampled_step_source(
-    engine: Engine,
-    stream: data.RowStream,
-    label_completion: LabelCompletion,
-    to_examples: ToExamples,
-) -> Source:
-    """Return the source of the steps of sampled completions, labeled by their task."""
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
-        request = RolloutRequest(rows, step, policy_step=int(state.step))
-        scored = engine.roll_out(state.params, request)
-        return from_scored(scored, step, to_examples(label_steps(scored, rows, label_completion)))
-
-    return Source(draw, stream.get_state, stream.set_state)
-
-
-def monte_carlo_step_source(
-    engine: Engine, stream: data.RowStream, roll_out: Decoding, scorer: Scorer, config: Any
-) -> Source:
-    """Return the source of steps that continuations label; see `algos.process_reward`.
-
-    Args:
-        engine: completes the prompts, and judges the completions.
-        roll_out: continues prefixes, `config.continuations` times each.
-        scorer: judges what was continued.
-        config: a ProcessRewardConfig.
-    """
-
-    def draw(step: int, state: TrainState) -> StepExperience:
-        rows = next(stream)[1]
-        request = RolloutRequest(rows, step, policy_step=int(state.step))
-        scored = engine.roll_out(state.params, request)
-        require_single_rows(scored)
-        examples = monte_carlo_labels(scored, roll_out, scorer, state.params, step, config)
-        return from_scored(scored, step, examples)
-
-    return Source(draw, stream.get_state, stream.set_state)
 
 
 def monte_carlo_labels(
@@ -88,8 +34,14 @@ def monte_carlo_labels(
 ) -> QExamples:
     """Return scored completions, each with a label at one end of a step, drawn uniformly.
 
-    A completion that nobody could judge has no label.
+    A completion that nobody could judge has no label. See `algos.process_reward`.
+
+    Args:
+        roll_out: continues prefixes, `config.continuations` times each.
+        scorer: judges what was continued.
+        config: a ProcessRewardConfig.
     """
+    require_single_rows(scored)
     answers = scored.rollout
     tokens = np.asarray(answers.tokens)
     mask = np.asarray(answers.action_mask)
@@ -196,19 +148,17 @@ def require_steps(
         )
 
 
-def label_steps(
-    scored: Scored, rows: Sequence[Row], label_completion: LabelCompletion
-) -> list[Row]:
+def label_steps(scored: Scored, label_completion: LabelCompletion) -> list[Row]:
     """Return the completions of a task's prompts as rows of labeled steps.
 
     A completion without text is left out.
     """
     require_single_rows(scored)
-    group_size = len(scored.completions) // len(rows)
+    group_size = len(scored.completions) // len(scored.rows)
     labeled = []
     for index, completion in enumerate(scored.completions):
         problem = index // group_size
-        prompt = rows[problem]["prompt"]
+        prompt = scored.rows[problem]["prompt"]
         steps = label_completion(text_of(prompt), completion)
         if steps:
             labeled.append(
