@@ -1,4 +1,4 @@
-"""Text to token ids and back, for Hugging Face, sentencepiece and character-level tokenizers."""
+"""Text to token ids and back, for tokenizers of Hugging Face and of characters."""
 
 from typing import TYPE_CHECKING
 
