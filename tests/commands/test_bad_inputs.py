@@ -23,6 +23,7 @@ from tpu_rl import data, models, tokenizers
 from tpu_rl.commands import config, roles, run, saved_run
 from tpu_rl.commands.checks import preflight
 from tpu_rl.data import files as row_files
+from tpu_rl.data import stored_rows
 from tpu_rl.diagnosis import host_agreement, secret_settings, training_health
 from tpu_rl.errors import InputError, MachineError, TpuRlError
 from tpu_rl.models.hf import safetensors_files
@@ -166,7 +167,7 @@ def require_remedy(error: TpuRlError) -> None:
 # --- data ---
 
 ROWS = {
-    19: ({"prompt": "a" * row_files.MAX_ROW_BYTES}, ("prompt",), "a row has 10,000,01"),
+    19: ({"prompt": "a" * stored_rows.MAX_ROW_BYTES}, ("prompt",), "more than 10,000,000 bytes"),
     36: (
         {"prompt": "a", "chosen": "", "rejected": "b"},
         ("prompt", "chosen", "rejected"),

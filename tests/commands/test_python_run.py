@@ -166,7 +166,7 @@ def test_it_runs_in_another_thread_on_a_dataset(checkpoint, tmp_path):
         ({"algorithm.separators": "1,2"}, {}, "with spaces, not with commas", "separators"),
         ({"steps": True}, {}, "Missing value for argument '--steps'", ""),
         ({"data.path": "x"}, {}, "data.path is given twice", "data.path"),
-        ({}, {"rows": [*ROWS[:2], "text"]}, "a row is a dict", "row 3 of rows"),
+        ({}, {"rows": [*ROWS[:2], "text"]}, "a dict: column -> value", "row 3 of rows"),
         ({}, {"rows": [*ROWS[:2], {"answer": "1"}]}, "lacks the column", "row 3 of rows"),
         ({}, {"rows": [*ROWS[:2], {"prompt": ""}]}, "`prompt` is empty", "row 3 of rows"),
         ({}, {"rows": [ROWS[0] | {"x": float("nan")}]}, "`x` is nan", "row 1 of rows"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import data, tokenizers
-from tpu_rl.data import files, stored_rows
+from tpu_rl.data import files, json_lines, stored_rows
 from tpu_rl.errors import InputError
 from tpu_rl.experience.rows import tasks
 from tpu_rl.rollout import prompts
@@ -33,7 +33,7 @@ def keep(monkeypatch):
 @pytest.fixture
 def large(monkeypatch):
     """Files of some lines are large, and the first and the last are their sample."""
-    monkeypatch.setattr(files, "MANY_LINES", 3)
+    monkeypatch.setattr(json_lines, "MANY_LINES", 3)
     monkeypatch.setattr(stored_rows, "FIRST_ROWS", 1)
     monkeypatch.setattr(stored_rows, "SAMPLED_ROWS", 2)
 
@@ -203,6 +203,6 @@ def test_a_row_with_as_many_other_bytes_is_said(tmp_path):
     assert rows[2]["prompt"] == "question 2"
     with pytest.raises(InputError, match="changed since the run read it") as error:
         rows[3]
-    assert error.value.where == f"{file}, row 4"
+    assert error.value.where == f"{file}:4"
     with pytest.raises(InputError, match="changed since the run read it"):
         list(rows)

@@ -10,7 +10,7 @@ from tests.fixtures.runs import TINY_PAIRS, digest, rows_of
 from tpu_rl import data, tokenizers
 from tpu_rl.commands import run
 from tpu_rl.commands.evaluate import evaluate
-from tpu_rl.data import files, stored_rows
+from tpu_rl.data import json_lines, stored_rows
 from tpu_rl.errors import InputError
 from tpu_rl.experience import reference_log_probs
 from tpu_rl.experience.config import BatchConfig, SamplingConfig
@@ -40,7 +40,7 @@ def kept_log_probs(run_dir: Path) -> dict[int, bytes]:
 
 
 def test_pairs_of_a_large_file_are_checked_when_they_are_drawn(file, monkeypatch, capsys):
-    monkeypatch.setattr(files, "MANY_LINES", 3)
+    monkeypatch.setattr(json_lines, "MANY_LINES", 3)
     monkeypatch.setattr(stored_rows, "FIRST_ROWS", 1)
     monkeypatch.setattr(stored_rows, "SAMPLED_ROWS", 2)
     lines = file.read_text().splitlines()

@@ -10,31 +10,20 @@ import contextlib
 import difflib
 import functools
 import glob
-import itertools
-import json
-import math
 import os
 import re
-import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from tpu_rl.data import formats, python_rows, shapes, stored_rows
 from tpu_rl.data import messages as message_forms
-from tpu_rl.data.stored_rows import (
-    MAX_ROW_BYTES,
-    Records,
-    Source,
-    Spool,
-    StoredRows,
-    half_a_character,
-    not_text,
-)
+from tpu_rl.data.json_lines import BOM, JsonLines, array_rows
+from tpu_rl.data.stored_rows import Source, StoredRows
 from tpu_rl.data.values import shown
 from tpu_rl.errors import InputError, did_you_mean, missing_file, refused
 from tpu_rl.storage import gcs, local_copies
@@ -64,7 +53,7 @@ def read(
     """Return the rows of files, of a saved dataset, or of a dataset of the hub.
 
     All rows are read and checked here, and decoded again when they are asked for. Of a file of more
-    than `MANY_LINES` lines of JSON, a sample is, and every other row when it is asked for.
+    than `json_lines.MANY_LINES` lines, a sample is, and every other row when it is asked for.
 
     Args:
         path: files or patterns, separated by commas, on disks or in buckets (gs://); a folder of
@@ -132,11 +121,9 @@ def first_row(
     column_names: Sequence[str] = (),
 ) -> Row:
     """Return the first row, without checks of its columns; {} if there is none."""
-    for _, source in _sources(path, split, config):
-        for where, row in source.scan():
-            with _refused("a row does not fit its shape", where):
-                return shapes.normalize(row, (), column_names)
-    return {}
+    where, row = _first(path, split, config)
+    with _refused("a row does not fit its shape", where):
+        return shapes.normalize(row, (), column_names) if row else {}
 
 
 def first_shape(
@@ -146,14 +133,16 @@ def first_shape(
     column_names: Sequence[str] = (),
 ) -> shapes.Shape | None:
     """Return the published shape of the first row, or None if it has our columns."""
-    for _, source in _sources(path, split, config):
-        for _, row in source.scan():
-            return shapes.shape_of(shapes.renamed(row, column_names))
-    return None
+    _, row = _first(path, split, config)
+    return shapes.shape_of(shapes.renamed(row, column_names)) if row else None
 
 
-MANY_LINES = 10_000
-"""To read and encode more rows takes seconds. They are checked when they are drawn."""
+def _first(path: str | Path, split: str | None, config: str | None) -> tuple[str, Row]:
+    """Return where the first row is, and the row as it was published; {} without any."""
+    sources = _sources(path, split, config)
+    return next((found for _, source in sources for found in source.scan()), ("", {}))
+
+
 MIN_KEPT_ROWS = 10_000
 MAX_KEPT = 4
 _READ: dict[Any, StoredRows] = {}
@@ -305,41 +294,27 @@ def _file_rows(file: Path) -> Iterator[Source]:
 
 
 def _source_of_any_format(file: Path) -> Source:
-    with file.open("rb") as opened:
-        head = opened.read(HEAD_BYTES)
     name = file.name.lower()
-    is_packed = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
-    if is_packed:
-        name = name.removesuffix(".gz")
-        head = formats.gunzip_head(file, HEAD_BYTES)
-
-    def content() -> bytes:
-        return formats.gunzip(file) if is_packed else file.read_bytes()
-
-    if head[:4] == b"PAR1":
-        return formats.parquet_rows(file, content() if is_packed else None)
-    if name.endswith(".csv"):
-        return Spool(formats.csv_rows(file, content()))
-    if name.endswith(".json") and head.removeprefix(_BOM).lstrip()[:1] == b"[":
-        text = _array_text(file, content())
-        return Spool(formats.array_rows(file, text, _strict_decoder.raw_decode))
-    _refuse_other_formats(file, head)
-    if is_packed:
-        return Spool(formats.unpacked(file, _lines))
-    return JsonLines(file)
+    with file.open("rb") as opened:
+        is_packed = name.endswith(".gz") or opened.read(2) == b"\x1f\x8b"
+    name = name.removesuffix(".gz") if is_packed else name
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(formats.unpacked(file) if is_packed else file.open("rb"))
+        head = opened.read(HEAD_BYTES)
+        opened.seek(0)
+        if head[:4] == b"PAR1":
+            return formats.parquet_rows(file, opened.read() if is_packed else None)
+        if name.endswith(".csv"):
+            return formats.csv_rows(file, opened.read())
+        if name.endswith(".json") and head.removeprefix(BOM).lstrip()[:1] == b"[":
+            return array_rows(file, opened.read())
+        _refuse_other_formats(file, head)
+        stack.pop_all()
+        return JsonLines(opened, file)
 
 
 HEAD_BYTES = 2**16
 """Bytes at the beginning of a file that tell its format."""
-_BOM = b"\xef\xbb\xbf"
-
-
-def _array_text(file: Path, content: bytes) -> str:
-    """Return the text of a JSON array. Raises InputError if it cannot be text."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise not_text(error, f"{file}, byte {error.start + 1}") from error
 
 
 def _existing_file(file: Path) -> Path:
@@ -377,172 +352,6 @@ def _existing_file(file: Path) -> Path:
     return file
 
 
-_decoder = json.JSONDecoder()
-
-
-class JsonLines(Records):
-    """The lines of a file, each a JSON object."""
-
-    def __init__(self, file: Path):
-        self._path = file
-        self._check: Callable[[str, Row], None] | None = None
-        """Checks a row that is asked for. None: `scan` has checked all."""
-        self._numbers = array("q")
-        """Of rows with a check, the numbers of their lines."""
-        super().__init__(os.open(file, os.O_RDONLY), self._decode_line, str(file))
-
-    def samples(self, check: Callable[[str, Row], None], columns: Collection[str]) -> bool:
-        """Find the lines, check a sample of them, and check others when they are asked for.
-
-        `columns` are those of the rows that were checked, here too. Returns False if the file has
-        to be scanned: it has at most `MANY_LINES` rows, one that is too long, or images. Raises
-        InputError for a row that `check` refuses.
-        """
-        if self._finds_lines() and len(self) > MANY_LINES:
-            self._check = check
-            for index in stored_rows.sampled_indices(len(self)).tolist():
-                self[index]
-            if "images" not in columns:
-                return True
-        self._check = None
-        for facts in (self._starts, self._lengths, self._checksums, self._numbers):
-            del facts[:]
-        return False
-
-    def _finds_lines(self) -> bool:
-        """Say where all lines are that are not blank; False if one is too long."""
-        start = 0
-        number = 0
-        while block := os.pread(self._file, stored_rows.MAX_BLOCK, start):
-            if not start and block.startswith(_BOM):
-                block = block[len(_BOM) :]
-                start = len(_BOM)
-            end = block.rfind(b"\n")
-            if end < 0:  # The last line, or a part of one that is too long.
-                end = len(block)
-            for line in block[:end].split(b"\n"):
-                number += 1
-                if len(line) > MAX_ROW_BYTES:
-                    return False
-                if line.strip():
-                    self._starts.append(start)
-                    self._lengths.append(len(line))
-                    self._checksums.append(zlib.crc32(line))
-                    self._numbers.append(number)
-                start += len(line) + 1
-        return True
-
-    def checksums(self) -> np.ndarray | None:
-        if self._check is None:
-            return None
-        return np.array(self._checksums, np.uint64) | np.array(self._lengths, np.uint64) << 32
-
-    def _row(self, index: int, content: bytes) -> Row:
-        if self._check is None:
-            return super()._row(index, content)
-        self._require_same(index, content)
-        where = self.where(index)
-        row = _json_row(content, where, is_last=index == len(self) - 1)
-        self._check(where, row)
-        return row
-
-    def scan(self) -> Iterator[tuple[str, Row]]:
-        with open(os.dup(self._file), "rb") as opened:
-            for where, row, start, length in _placed_lines(self._path, opened):
-                self.add(start, length)
-                yield where, row
-
-    def where(self, index: int) -> str:
-        if self._check is not None:
-            return f"{self._path}:{self._numbers[index]}"
-        start = self._starts[index]
-        places = range(0, start, stored_rows.MAX_BLOCK)
-        blocks = (
-            os.pread(self._file, min(stored_rows.MAX_BLOCK, start - place), place)
-            for place in places
-        )
-        lines_before = sum(block.count(b"\n") for block in blocks)
-        return f"{self._path}:{lines_before + 1}"
-
-    def _decode_line(self, line: bytes) -> Row:
-        with refused(
-            ValueError,
-            "the data file changed since the run read it",
-            where=str(self._path),
-            fix="start the command again, and leave the file alone while it runs",
-        ):
-            return _decoder.raw_decode(line.decode().lstrip())[0]
-
-
-def _lines(file: Path, opened: IO[bytes]) -> Iterator[tuple[str, Row]]:
-    """Yield ("file:line", row) of each line that is not blank."""
-    for where, row, _, _ in _placed_lines(file, opened):
-        yield where, row
-
-
-def _placed_lines(file: Path, opened: IO[bytes]) -> Iterator[tuple[str, Row, int, int]]:
-    """Yield ("file:line", row, first byte, bytes) of each line that is not blank."""
-    start = 0
-    for number in itertools.count(1):
-        line = opened.readline(MAX_ROW_BYTES + 2)
-        if not line:
-            return
-        length = len(line)
-        if number == 1 and line.startswith(_BOM):
-            line = line[len(_BOM) :]
-            start = len(_BOM)
-            length -= start
-        where = f"{file}:{number}"
-        is_last = not line.endswith(b"\n")
-        if is_last and len(line) > MAX_ROW_BYTES:
-            while rest := opened.readline(MAX_ROW_BYTES):
-                length += len(rest.rstrip(b"\n"))
-                if rest.endswith(b"\n"):
-                    break
-            raise InputError(
-                f"a row has {length:,} bytes",
-                where=where,
-                why=f"the limit is {MAX_ROW_BYTES:,}, because no model reads a longer text",
-                fix="are the line ends missing? write one row per line, and cut or drop longer "
-                "rows",
-            )
-        if line.strip():
-            yield where, _json_row(line.removesuffix(b"\n"), where, is_last), start, length
-        start += length
-
-
-def _json_row(line: bytes, where: str, is_last: bool) -> Row:
-    """Return the row of a line. Raises InputError if it is not a JSON object."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise not_text(error, f"{where}, byte {error.start + 1} of the line") from error
-    try:
-        row = _strict_decoder.decode(text)
-        # Escapes such as \\ud800 are valid JSON, but half a character, which no tokenizer takes.
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise half_a_character(error, where) from error
-    except (ValueError, RecursionError) as error:
-        is_cut = is_last and isinstance(error, json.JSONDecodeError)
-        remedy = "copy or download the file again" if is_cut else "write one JSON object per line"
-        raise InputError(
-            "the last line is cut off" if is_cut else "not a row in JSON",
-            where=where,
-            why=str(error),
-            fix=f"{remedy}, or leave the line out",
-        ) from error
-    if not isinstance(row, dict):
-        raise InputError(
-            "a row is a JSON object, {...}",
-            where=where,
-            why=f"this is {type(row).__name__}",
-            fix='write one object per line, as in {"prompt": "..."}',
-        )
-    return row
-
-
 TO_PARQUET = "write it as Parquet: {}(path).to_parquet(new)"
 _OTHER_FORMATS = {
     b"PK\x03\x04": ("a zip archive", "unzip it"),
@@ -562,7 +371,7 @@ _OTHER_FORMATS = {
 
 def _refuse_other_formats(file: Path, content: bytes) -> None:
     """Raise InputError if the content is not lines of JSON."""
-    start = content.removeprefix(_BOM)
+    start = content.removeprefix(BOM)
     for magic, (name, fix) in _OTHER_FORMATS.items():
         if content.startswith(magic) or start.lstrip().startswith(magic):
             raise InputError(f"the data file is {name}", where=str(file), fix=fix)
@@ -582,32 +391,6 @@ def _refuse_other_formats(file: Path, content: bytes) -> None:
             why=repr(first[:80].decode("utf-8", "replace")),
             fix="write one JSON object per line",
         )
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object. Raises ValueError if a key comes twice."""
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} comes twice")
-    return row
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is beyond the largest float")
-    return number
-
-
-_strict_decoder = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite
-)
 
 
 OTHER_NAMES = {

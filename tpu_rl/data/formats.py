@@ -1,7 +1,4 @@
-"""The file formats that hold rows besides JSON lines.
-
-Readers yield ("where the row is", row).
-"""
+"""The file formats that hold rows besides JSON."""
 
 from __future__ import annotations
 
@@ -9,21 +6,25 @@ import csv
 import gzip
 import io
 import json
+import shutil
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, not_text, require_plain
+from tpu_rl.data.stored_rows import ArrowRows, Given, not_text
 from tpu_rl.errors import InputError, MachineError, did_you_mean, refused
 
 Row = dict[str, Any]
 
 
-@contextmanager
-def _opened_gzip(file: Path) -> Iterator[Any]:
-    """Open a gzip file in this context. Raises InputError if it is damaged."""
+def unpacked(file: Path) -> IO[bytes]:
+    """Return a temporary file with the content of a gzip file.
+
+    Raises InputError if it is damaged.
+    """
+    temporary = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
     with (
         refused(
             (OSError, EOFError, zlib.error),
@@ -33,63 +34,49 @@ def _opened_gzip(file: Path) -> Iterator[Any]:
         ),
         gzip.open(file, "rb") as opened,
     ):
-        yield opened
+        shutil.copyfileobj(opened, temporary)
+    temporary.seek(0)
+    return temporary
 
 
-def gunzip(file: Path) -> bytes:
-    """Return the content of a gzip file. Raises InputError if it is damaged."""
-    with _opened_gzip(file) as opened:
-        return opened.read()
-
-
-def gunzip_head(file: Path, size: int) -> bytes:
-    """Return the first bytes of the content of a gzip file. Raises InputError if it is damaged."""
-    with _opened_gzip(file) as opened:
-        return opened.read(size)
-
-
-def unpacked(file: Path, read: Callable[[Path, IO[bytes]], Numbered]) -> Numbered:
-    """Yield the rows that `read` finds in a gzip file. Raises InputError if it is damaged."""
-    with _opened_gzip(file) as opened:
-        yield from read(file, opened)
-
-
-def csv_rows(file: Path, content: bytes) -> Numbered:
-    """Yield the rows of a CSV file with a header: texts, but in `label` and `forget`."""
+def csv_rows(file: Path, content: bytes) -> Given:
+    """Return the rows of a CSV file with a header: texts, but in `label` and `forget`."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise not_text(error, f"{file}:{line}") from error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header: list[str] | None = None
+    header: list[str] = []
+    rows: list[Row] = []
+    lines: list[int] = []
     line = 1
     try:
         for cells in reader:
             where = f"{file}:{line}"
-            line = reader.line_num + 1
-            if not cells:
-                continue
-            if header is None:
+            if cells and not header:
                 header = cells
                 _check_header(header, where)
-            elif len(cells) != len(header):
+            elif cells and len(cells) != len(header):
                 raise InputError(
                     f"a row has {len(cells)} cells, and the header has {len(header)}",
                     where=where,
                     fix='correct the row; cells with commas or line ends stand in quotes, "..."',
                 )
-            else:
+            elif cells:
                 row: Row = dict(zip(header, cells, strict=True))
                 for flag in ("label", "forget"):
                     text = str(row.get(flag, "")).strip().lower()
                     if text in ("true", "false"):
                         row[flag] = text == "true"
-                yield where, row
+                rows.append(row)
+                lines.append(line)
+            line = reader.line_num + 1
     except csv.Error as error:
         raise InputError(
             "not a row in CSV", where=f"{file}:{line}", why=str(error), fix="correct its quotes"
         ) from error
+    return Given(rows, lambda number: f"{file}:{lines[number - 1]}")
 
 
 def _check_header(header: list[str], where: str) -> None:
@@ -100,54 +87,6 @@ def _check_header(header: list[str], where: str) -> None:
             raise InputError(
                 f"the header {problem}", where=where, fix="give each column a name of its own"
             )
-
-
-def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int]]) -> Numbered:
-    """Yield the objects of one JSON array.
-
-    Args:
-        parse: returns (value, end) of the JSON value at a position, or raises ValueError.
-    """
-
-    def skip(position: int) -> int:
-        while position < len(text) and text[position] in " \t\r\n":
-            position += 1
-        return position
-
-    position = skip(skip(0) + 1)
-    number = 0
-    while text[position : position + 1] != "]" or number:
-        number += 1
-        where = f"{file}, item {number}"
-        with refused(
-            (ValueError, RecursionError),
-            "an item of the array is not JSON, or is cut off",
-            where=where,
-            fix="correct the item, or download the file again",
-        ):
-            row, position = parse(text, position)
-        if not isinstance(row, dict):
-            raise InputError(
-                "an item of the array is not an object, {...}",
-                where=where,
-                why=f"this is {type(row).__name__}",
-                fix='as in [{"prompt": "..."}]',
-            )
-        require_plain(row, where)
-        yield where, row
-        position = skip(position)
-        separator = text[position : position + 1]
-        if separator == "]":
-            break
-        if separator != ",":
-            raise InputError(
-                "the array is cut off" if not separator else "no comma after an item of the array",
-                where=where,
-                fix="correct the file, or download it again",
-            )
-        position = skip(position + 1)
-    if text[position + 1 :].strip():
-        raise InputError("text follows the JSON array", where=str(file), fix="delete it")
 
 
 # --- tables ---
@@ -191,12 +130,7 @@ def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
             where=str(file),
             fix="give each column a name of its own",
         )
-    return ArrowRows(table.to_batches(), f"{_escaped(file)}, row {{}}")
-
-
-def _escaped(name: Any) -> str:
-    """Return a name as a part of a format string."""
-    return str(name).replace("{", "{{").replace("}", "}}")
+    return ArrowRows(table.to_batches(), lambda number: f"{file}, row {number}")
 
 
 # --- datasets ---
@@ -246,7 +180,7 @@ def saved_rows(folder: Path, split: str | None) -> ArrowRows:
                 pyarrow.memory_map(str(directory / entry["filename"]))
             )
         ]
-    return ArrowRows(batches, f"{_escaped(folder)}, row {{}} of split {_escaped(split)}")
+    return ArrowRows(batches, lambda number: f"{folder}, row {number} of split {split}")
 
 
 def hub_rows(name: str, config: str | None, split: str | None) -> Given:
@@ -268,6 +202,5 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Given:
     ):
         splits = datasets.load_dataset(name, config)
     split = choose_split([str(each) for each in splits], split, name)
-    where = f"{_escaped(name)}, row {{}} of split {_escaped(split)}"
     rows: Any = splits[split]
-    return Given(rows, where, require_plain)
+    return Given(rows, lambda number: f"{name}, row {number} of split {split}")

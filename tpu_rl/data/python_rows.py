@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
-from tpu_rl.data.stored_rows import Given, require_plain
+from tpu_rl.data.stored_rows import Given
 from tpu_rl.errors import InputError
 
 PYTHON = "python:"
@@ -59,16 +59,4 @@ def source(path: str) -> Given:
         )
     rows = _ROWS[argument]
     numbered = rows if hasattr(rows, "__getitem__") else list(rows)
-    return Given(numbered, f"row {{}} of {argument}", _check)
-
-
-def _check(row: Any, where: str) -> None:
-    """Raise InputError unless the row is a dict with names of columns and usable values."""
-    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
-        raise InputError(
-            "a row is a dict: column -> value",
-            where=where,
-            why=f"this is {repr(row)[:60]}",
-            fix='as in {"prompt": "..."}; of a pandas table, pass table.to_dict("records")',
-        )
-    require_plain(row, where)
+    return Given(numbered, lambda number: f"row {number} of {argument}")

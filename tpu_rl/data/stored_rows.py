@@ -8,12 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pickle
-import tempfile
-import weakref
-import zlib
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +23,6 @@ Row = dict[str, Any]
 Numbered = Iterator[tuple[str, Row]]
 """("where the row is", row) of each row."""
 
-MAX_BLOCK = 2**24
-"""Bytes that are read at once."""
 CHUNK = 1024
 """Rows that are decoded at once where rows are read one after the other."""
 
@@ -50,110 +42,22 @@ class Source(Protocol):
 # --- sources ---
 
 
-class Records:
-    """Rows that are stretches of a file. They are refused once they have changed there."""
-
-    is_private = False
-    """True if nobody else can change the file."""
-
-    def __init__(self, file: int, decode: Callable[[bytes], Row], where: str = ""):
-        """Own the file descriptor. `where` names the file in errors."""
-        self._where = where
-        self._file = file
-        self._decode = decode
-        self._starts = array("q")
-        self._lengths = array("q")
-        self._checksums = array("L")
-        weakref.finalize(self, os.close, file)
-
-    def add(self, start: int, length: int) -> None:
-        """Say where the next row is."""
-        self._starts.append(start)
-        self._lengths.append(length)
-        if not self.is_private:
-            self._checksums.append(zlib.crc32(os.pread(self._file, length, start)))
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._row(index, os.pread(self._file, self._lengths[index], self._starts[index]))
-
-    def _row(self, index: int, content: bytes) -> Row:
-        """Return a row of which this is the content now.
-
-        Raises:
-            InputError: if it is not what `scan` has read.
-        """
-        self._require_same(index, content)
-        return self._decode(content)
-
-    def _require_same(self, index: int, content: bytes) -> None:
-        if not self.is_private and zlib.crc32(content) != self._checksums[index]:
-            raise InputError(
-                "the data file changed since the run read it",
-                where=f"{self._where}, row {index + 1}",
-                why="its bytes are others",
-                fix="start the command again, and leave the file alone while it runs",
-            )
-
-    def many(self, indices: list[int]) -> Iterator[Row]:
-        """Yield the rows with these numbers. Neighbors are read together."""
-        first = self._starts[indices[0]]
-        size = self._starts[indices[-1]] + self._lengths[indices[-1]] - first
-        are_neighbors = indices == list(range(indices[0], indices[0] + len(indices)))
-        if not are_neighbors or size > MAX_BLOCK:
-            yield from map(self.__getitem__, indices)
-            return
-        block = os.pread(self._file, size, first)
-        for index in indices:
-            start = self._starts[index] - first
-            yield self._row(index, block[start : start + self._lengths[index]])
-
-
-class Spool(Records):
-    """Rows that are written to a temporary file as they are scanned. Nobody else sees the file."""
-
-    is_private = True
-
-    def __init__(self, rows: Numbered):
-        self._rows = rows
-        with tempfile.TemporaryFile() as file:
-            super().__init__(os.dup(file.fileno()), lambda content: pickle.loads(content)[1])
-
-    def scan(self) -> Numbered:
-        with open(os.dup(self._file), "wb") as file:
-            start = 0
-            for where, row in self._rows:
-                content = pickle.dumps((where, row))
-                self.add(start, file.write(content))
-                start += len(content)
-                yield where, row
-
-    def where(self, index: int) -> str:
-        return pickle.loads(os.pread(self._file, self._lengths[index], self._starts[index]))[0]
-
-
 class Given:
-    """Rows of a sequence of a program or a library, which decodes them."""
+    """Rows of a sequence of a program or a library, or of a file that was read whole."""
 
-    def __init__(self, rows: Sequence[Any], where: str, check: Callable[[Any, str], None]):
-        """Name the rows by `where`, which has a place for the number, and refuse some by `check`.
-
-        `check` gets a row and where it is.
-        """
+    def __init__(self, rows: Sequence[Any], where: Callable[[int], str]):
+        """Name the rows by what `where` returns for their number, from 1."""
         self._rows = rows
         self._where = where
-        self._check = check
 
     def scan(self) -> Numbered:
         for number, row in enumerate(self._rows, start=1):
-            where = self._where.format(number)
-            self._check(row, where)
+            where = self._where(number)
+            require_plain(require_dict(row, where), where)
             yield where, self._read(row)
 
     def where(self, index: int) -> str:
-        return self._where.format(index + 1)
+        return self._where(index + 1)
 
     def _read(self, row: Any) -> Row:
         # `datasets` keeps rows as Arrow.
@@ -164,6 +68,18 @@ class Given:
 
     def __getitem__(self, index: int) -> Row:
         return self._read(self._rows[index])
+
+
+def require_dict(row: Any, where: str) -> Any:
+    """Return a row. Raises InputError unless it is a dict with names of columns."""
+    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+        raise InputError(
+            "a row is a JSON object, {...}, or a dict: column -> value",
+            where=where,
+            why=f"this is {repr(row)[:60]}",
+            fix='as in {"prompt": "..."}; of a pandas table, pass table.to_dict("records")',
+        )
+    return row
 
 
 MAX_ROW_BYTES = 10_000_000
@@ -237,8 +153,8 @@ def not_text(error: UnicodeDecodeError, where: str) -> InputError:
 class ArrowRows:
     """Rows of batches of Arrow, in memory or mapped into it."""
 
-    def __init__(self, batches: Sequence[Any], where: str):
-        """Name the rows by `where`, which has a place for the number."""
+    def __init__(self, batches: Sequence[Any], where: Callable[[int], str]):
+        """Name the rows by what `where` returns for their number, from 1."""
         self._batches = [batch for batch in batches if batch.num_rows]
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
         self._where = where
@@ -255,7 +171,7 @@ class ArrowRows:
             yield where, row
 
     def where(self, index: int) -> str:
-        return self._where.format(index + 1)
+        return self._where(index + 1)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -344,27 +260,15 @@ class FirstFitting(Joined):
         return row
 
 
-class WithNumber:
+class WithNumber(Joined):
     """Rows with a further column: their number, from 0."""
 
-    def __init__(self, rows: Any, column: str):
-        self._rows = rows
+    def __init__(self, rows: Sequence[Row], column: str):
+        super().__init__([rows])
         self._column = column
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, index: int) -> Row:
-        return self._rows[index] | {self._column: int(index)}
-
-    def where(self, index: int) -> str:
-        return where_of(self._rows, index)
-
-    def checksums(self) -> np.ndarray | None:
-        return checksums(self._rows)
-
-    def part_numbers(self) -> np.ndarray:
-        return part_numbers(self._rows)
+        return super().__getitem__(index) | {self._column: int(index)}
 
 
 # --- what others see ---
@@ -425,17 +329,6 @@ class StoredRows(Sequence[Row]):
         for function in self._functions:
             row = function(row)
         return row
-
-    def __iter__(self) -> Iterator[Row]:
-        source = self._source
-        functions = self._functions
-        for start in range(0, len(self._indices), CHUNK):
-            indices = np.asarray(self._indices[start : start + CHUNK]).tolist()
-            is_file = isinstance(source, Records)
-            for row in source.many(indices) if is_file else map(source.__getitem__, indices):
-                for function in functions:
-                    row = function(row)
-                yield row
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or len(self) != len(other):
