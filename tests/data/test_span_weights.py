@@ -20,13 +20,6 @@ MARKED = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<bos>assistant:{% endif %}"
 )
 USER = {"role": "user", "content": "hi"}
-AXOLOTL = "I'm doing very well, thank you!"
-DETAILS = [
-    {"begin_offset": 0, "end_offset": 8, "train": False},
-    {"begin_offset": 9, "end_offset": 18, "train": True},
-    {"begin_offset": 19, "end_offset": 30, "train": False},
-]
-"""The example of axolotl's documentation, whose ends are the last characters themselves."""
 
 
 def answer(content="so no.", **others):
@@ -40,15 +33,6 @@ def spans_of(message):
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (answer(AXOLOTL, train_detail=DETAILS), [(0, 9, 0), (9, 19, 1), (19, 31, 0)]),
-        (answer(AXOLOTL, train_detail=DETAILS[1:2]), [(0, 9, 0), (9, 19, 1), (19, 31, 0)]),
-        (answer([{"text": "so", "train": False}, {"text": " no."}]), [(0, 2, 0)]),
-        (answer([{"text": "so", "weight": 0.5}, " no."]), [(0, 2, 0.5)]),
-        (answer([{"text": "so", "training": False}, {"text": " no."}]), [(0, 2, 0)]),
-        (
-            answer([{"text": "so", "loss": True}, {"text": " no.", "loss": False}]),
-            [(0, 2, 1), (2, 6, 0)],
-        ),
         # Arrow gives each span the keys of all spans of its column.
         (
             answer(span_weights=[{"text": "no", "weight": 3, "start": None, "end": None}]),
@@ -63,7 +47,6 @@ def test_forms_of_rows(message, expected):
     assert isinstance(read["content"], str)
     assert [tuple(span.values()) for span in read["span_weights"]] == expected
     assert spans_of(read) == read
-    assert not {"train_detail", "train"} & read.keys()
 
 
 @pytest.mark.parametrize(
@@ -75,11 +58,9 @@ def test_forms_of_rows(message, expected):
         (answer(span_weights=[{"start": 3, "end": 4}]), "`start` and `end`, and `weight`"),
         (answer(span_weights=[{"text": "so", "weight": -1}]), "no number from 0"),
         (answer(span_weights=[{"text": t, "weight": 1} for t in ("so n", "no")]), "overlap"),
-        (answer(train_detail=[{"begin_offset": 0, "end_offset": 6, "train": True}]), "0 and 5"),
-        (answer(train_detail=[{"begin_offset": 0, "train": True}]), "no begin_offset, end_offset"),
-        (answer([{"text": "so", "train": 1}]), "true or false"),
-        (answer([{"text": "so", "loss_mask": 0}]), "no meaning that libraries agree on"),
-        (answer([{"text": "so", "weight": 2}], train_detail=[]), "in 2 ways"),
+        (answer(train_detail=[{"begin_offset": 0}]), "no meaning that libraries agree on"),
+        (answer([{"text": "so", "train": False}]), "`train` of a part .* is not read"),
+        (answer([{"text": "so", "loss_mask": 0}]), "`loss_mask` of a part .* is not read"),
         (USER | {"span_weights": [{"text": "hi", "weight": 1}]}, "only the assistant's"),
         (USER | {"train": True}, "only the assistant's"),
     ],

@@ -100,9 +100,8 @@ def _message(message: Message, place: str) -> Message:
         calls = [message.pop("function_call")]
     calls = _calls(calls, place)
     if content is not None:
-        texts = _texts(content, place)
-        result["content"] = "".join(texts)
-        message = _with_spans(message, content, texts, result, place)
+        result["content"] = "".join(_texts(content, place))
+        message = _with_spans(message, result, place)
     elif not calls:
         raise ValueError(f"{place} has no content; it has `role` and `content`, or calls of tools")
     if calls:
@@ -123,30 +122,17 @@ def _role(name: Any, place: str) -> Any:
     )
 
 
-def _with_spans(
-    message: Message, content: Any, texts: list[str], result: Message, place: str
-) -> Message:
+def _with_spans(message: Message, result: Message, place: str) -> Message:
     """Return the further keys of a message, with the weights of its parts in one form."""
-    spans = []
-    if isinstance(content, list) and (of_parts := span_weights.of_parts(content, texts, place)):
-        spans.append(of_parts)
-    length = len(result["content"])
-    for key in span_weights.DETAILS:
-        if key in message:
-            spans.append(span_weights.of_details(message[key], length, place))
-    if span_weights.KEY in message:
-        spans.append(message[span_weights.KEY])
-    if not spans:
+    key = span_weights.KEY
+    if key not in message:
         return message
-    if len(spans) > 1:
-        raise ValueError(f"{place} gives the weights of its parts in {len(spans)} ways; give one")
-    weights = span_weights.checked(spans[0], result["content"], place)
+    weights = span_weights.checked(message[key], result["content"], place)
     if result["role"] != "assistant" and any(span["weight"] > 0 for span in weights):
         raise ValueError(f"{place} has parts to learn, and only the assistant's are learned")
-    dropped = (*span_weights.DETAILS, span_weights.KEY)
-    others = {key: value for key, value in message.items() if key not in dropped}
+    others = {name: value for name, value in message.items() if name != key}
     is_learned = result["role"] == "assistant" and weights
-    return ({span_weights.KEY: weights} | others) if is_learned else others
+    return ({key: weights} | others) if is_learned else others
 
 
 def _texts(content: Any, place: str) -> list[str]:
@@ -164,6 +150,13 @@ def _texts(content: Any, place: str) -> list[str]:
             text = part.get("text")
         if not isinstance(text, str):
             raise ValueError(f"{place} has a part that is no text: {shown(part)}")
+        keys = part if isinstance(part, dict) else {}
+        flags = [key for key in keys if key in span_weights.FLAGS and part[key] is not None]
+        if flags:
+            raise ValueError(
+                f"`{flags[0]}` of a part of {place} is not read; give the message one text, and "
+                f"`{span_weights.KEY}`, the weights of its parts"
+            )
         texts.append(text)
     return texts
 
@@ -180,7 +173,8 @@ def _with_weight(message: Message, role: Any, place: str) -> Message:
         if mask in message:
             raise ValueError(
                 f"`{mask}` of {place} has no meaning that libraries agree on; write `train` (true "
-                "or false: whether the message is learned) or `weight` (a number)"
+                "or false: whether the message is learned), `weight` (a number), or "
+                f"`{span_weights.KEY}` for parts of it"
             )
     for flag in span_weights.LEARNED_FLAGS:
         if flag not in message:
