@@ -74,7 +74,6 @@ def test_calls_are_read_in_published_forms(text):
 
 ARGUMENTS = '{"x": 1, "y": "a"}'
 TAGS = "<parameter=x>\n1\n</parameter>\n<parameter=y>\na\n</parameter>\n</function>"
-NAMED_TAGS = '<parameter name="x">1</parameter><parameter name="y">a</parameter></invoke>'
 PAIRS = (
     "<arg_key>x</arg_key><arg_value>1</arg_value><arg_key>y</arg_key><arg_value>a</arg_value>"
     "</tool_call>"
@@ -87,17 +86,12 @@ PAIRS = (
         f"<tool_call>\n<function=f>\n{TAGS}\n</tool_call>",
         f"I look. <function=f>\n{TAGS}",
         f"<tool_call>f\n{PAIRS}",
-        f'<minimax:tool_call><invoke name="f">{NAMED_TAGS}</minimax:tool_call>',
-        f'<function_calls><invoke name="f">{NAMED_TAGS}</function_calls>',
         f"f\n{ARGUMENTS}",
         f"<|assistant|>f\n{ARGUMENTS}<|observation|>",
         f"<function=f>{ARGUMENTS}</function>",
         f"[TOOL_CALLS]f{ARGUMENTS}",
         "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
         f"{ARGUMENTS}<|call|>",
-        '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="false">1'
-        '</｜DSML｜parameter><｜DSML｜parameter name="y" string="true">a</｜DSML｜parameter>'
-        "</｜DSML｜invoke></｜DSML｜tool_calls>",
         f'functools[{{"name": "f", "arguments": {ARGUMENTS}}}]',
         f'{{"tool_calls": [{{"name": "f", "args": {ARGUMENTS}}}]}}',
         f'{{"type": "tool_use", "name": "f", "input": {ARGUMENTS}}}',

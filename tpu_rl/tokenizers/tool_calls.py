@@ -13,12 +13,8 @@
               also without [ARGS]
     deepseek  <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜> (V3.1; in V3 and R1 the
               name is followed by a block of JSON)
-    dsml      <｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">... (DeepSeek-V3.2,
-              V4), and step3 with <steptml:invoke name="f"><steptml:parameter name="x">...
     function  <function=f>{...}</function> (Llama 3.1's own tools), or Qwen3-Coder's tags without
               <tool_call>
-    internlm  <|action_start|><|plugin|>{"name": "f", "parameters": {...}}<|action_end|>
-    longcat   <longcat_tool_call>{"name": "f", "arguments": {...}}</longcat_tool_call>
     plain     <tool>f({"x": 1})</tool>, or <tool>f: text</tool> for a tool with one parameter: the
               protocol of base models, whose prompt must explain it. Make </tool> a stop string.
 
@@ -325,8 +321,8 @@ def _after(text: str, position: int) -> str:
 def _read_any(body: Body) -> tuple[Calls, int]:
     """Return the calls that begin at a place, in the form in which they are written."""
     text, start, _, parameters = body
-    if text.startswith(("<function=", "<invoke"), start):
-        return _read_tags(text, start, body.stop, parameters)
+    if text.startswith("<function=", start):
+        return _read_functions(body)
     if text.startswith("call:", start):
         return _read_gemma4(text, start)
     if text.startswith("{", start):
@@ -335,7 +331,8 @@ def _read_any(body: Body) -> tuple[Calls, int]:
     key = text.find("<arg_key>", start, stop)
     name = text[start : stop if key < 0 else key].strip()
     if re.fullmatch(r"[\w.\-]+", name):
-        return [_read_pairs(name, text[stop if key < 0 else key : stop], parameters)], stop
+        pairs = text[stop if key < 0 else key : stop]
+        return [_read_pairs(name, pairs, _PAIR, parameters)], stop
     if re.match(r"\[?\s*[A-Za-z_][\w.]*\(", text[start : start + 200]):
         return _read_code(body)
     return _read_json(text, start)
@@ -343,121 +340,61 @@ def _read_any(body: Body) -> tuple[Calls, int]:
 
 # --- tags ---
 
-
-class _Tags(NamedTuple):
-    """The parts of a call in tags: the tags up to the name, and the end of the call."""
-
-    function: str
-    parameter: str
-    name_end: str
-    function_end: str
-    parameter_end: str
+_PARAMETER = re.compile(r"\s*<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+"""A parameter of Qwen3-Coder and Qwen3.5. One line break at each end belongs to the tags."""
+_PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+"""One of GLM-4.5."""
 
 
-FUNCTION_TAGS = _Tags("<function=", "<parameter=", ">", "</function>", "</parameter>")
-"""Qwen3-Coder, Qwen3.5, Seed-OSS."""
-INVOKE_TAGS = _Tags('<invoke name="', '<parameter name="', '"', "</invoke>", "</parameter>")
-"""MiniMax-M2."""
-DSML_TAGS = _Tags(
-    '<｜DSML｜invoke name="',
-    '<｜DSML｜parameter name="',
-    '"',
-    "</｜DSML｜invoke>",
-    "</｜DSML｜parameter>",
-)
-"""DeepSeek-V3.2 and V4."""
-STEP_TAGS = _Tags(
-    '<steptml:invoke name="',
-    '<steptml:parameter name="',
-    '"',
-    "</steptml:invoke>",
-    "</steptml:parameter>",
-)
-"""Step3."""
-
-
-def _read_tags(text: str, start: int, stop: int, parameters: Parameters) -> tuple[Calls, int]:
-    """Return the calls in tags of a block that ends at `stop`, and where the last one ends."""
+def _read_functions(body: Body) -> tuple[Calls, int]:
+    """Return the calls <function=f>...</function> of a block, and where the last one ends."""
+    text, position, *_ = body
+    stop = body.stop
     calls: Calls = []
-    position = start
-    while position < stop:
-        tags = FUNCTION_TAGS if text.startswith("<function=", position) else INVOKE_TAGS
-        if not text.startswith(tags.function, position):
-            break
-        end = text.find(tags.function_end, position, stop)
-        if end < 0:
-            calls.append(BadCall(f"it does not end with {tags.function_end}"))
-            return calls, stop
-        body = text[position + len(tags.function) : end]
-        calls.append(_read_tagged(body, tags, parameters))
-        position = _skip_space(text, end + len(tags.function_end))
+    while text.startswith("<function=", position) and position < stop:
+        begin = position + len("<function=")
+        call, end = _function(text, begin, stop, body.parameters)
+        calls.append(call)
+        position = _skip_space(text, min(end + len("</function>"), stop))
     return calls, position
 
 
-def _read_tagged(body: str, tags: _Tags, parameters: Parameters) -> ToolCall | BadCall:
-    """Return the call of one function."""
-    name, _, rest = body.partition(tags.name_end)
+def _read_function(body: Body) -> tuple[Calls, int]:
+    """Return the call of a block that begins behind <function=, and where it ends."""
+    call, end = _function(body.text, body.start, len(body.text), body.parameters)
+    return [call], end
+
+
+def _function(
+    text: str, start: int, stop: int, parameters: Parameters
+) -> tuple[ToolCall | BadCall, int]:
+    """Return the call that begins behind <function=, and where its end stands."""
+    end = text.find("</function>", start, stop)
+    if end < 0:
+        return BadCall("it does not end with </function>"), stop
+    name, _, rest = text[start:end].partition(">")
     name = name.strip()
-    arguments: dict[str, Any] = {}
-    position = rest.find(">") + 1 if tags is not FUNCTION_TAGS else 0
-    position = _skip_space(rest, position)
-    if rest.startswith("{", position):
-        return _read_all_arguments(name, rest, position)
-    while position < len(rest):
-        key_end = rest.find(tags.name_end, position + len(tags.parameter))
-        begin = rest.find(">", key_end) + 1
-        end = rest.find(tags.parameter_end, begin)
-        if not rest.startswith(tags.parameter, position) or -1 in (key_end, end) or not begin:
-            return BadCall(f"its parameters are not all {tags.parameter}...{tags.parameter_end}")
-        key = rest[position + len(tags.parameter) : key_end].strip()
-        value = rest[begin:end]
-        if tags is FUNCTION_TAGS:
-            # One line break at each end belongs to the tags.
-            value = value.removeprefix("\n").removesuffix("\n")
-        schema = parameters.get(name, {}).get(key)
-        # DeepSeek's tags say themselves whether a value is a text.
-        if (stated := rest[key_end + 1 : begin - 1].strip()) == 'string="true"':
-            schema = {"type": "string"}
-        elif stated == 'string="false"' and not kinds_of(schema):
-            schema = {"type": [*_ALIASES.values(), "null"]}
-        try:
-            arguments[key] = _as_typed(value, schema)
-        except ValueError as error:
-            return BadCall(f"the parameter {key} {error}")
-        position = _skip_space(rest, end + len(tags.parameter_end))
-    return ToolCall(name, arguments)
+    if rest.lstrip().startswith("{"):
+        return _read_all_arguments(name, rest, _skip_space(rest, 0)), end
+    return _read_pairs(name, rest, _PARAMETER, parameters), end
 
 
-def _reader_of(tags: _Tags) -> Callable[[Body], tuple[Calls, int]]:
-    """Return the reader of a body that begins behind the opening tag of a call."""
-
-    def read(body: Body) -> tuple[Calls, int]:
-        stop = body.text.find(tags.function_end, body.start)
-        if stop < 0:
-            return [BadCall(f"it does not end with {body.closing}")], len(body.text)
-        return [_read_tagged(body.text[body.start : stop], tags, body.parameters)], stop
-
-    return read
-
-
-def _read_pairs(name: str, rest: str, parameters: Parameters) -> ToolCall | BadCall:
-    """Return a call as GLM-4.5 writes it."""
+def _read_pairs(
+    name: str, rest: str, pattern: re.Pattern[str], parameters: Parameters
+) -> ToolCall | BadCall:
+    """Return the call of a tool with the keys and values that a pattern finds."""
     arguments: dict[str, Any] = {}
     position = 0
-    while (position := _skip_space(rest, position)) < len(rest):
-        pieces = []
-        for tag in ("arg_key", "arg_value"):
-            position = _skip_space(rest, position)
-            end = rest.find(f"</{tag}>", position)
-            if not rest.startswith(f"<{tag}>", position) or end < 0:
-                return BadCall("its arguments are not all pairs of <arg_key> and <arg_value>")
-            pieces.append(rest[position + len(tag) + 2 : end])
-            position = end + len(tag) + 3
-        key, value = pieces
+    while match := pattern.match(rest, position):
+        key, value = match[1].strip(), match[2]
         try:
             arguments[key] = _as_typed(value, parameters.get(name, {}).get(key))
         except ValueError as error:
             return BadCall(f"the parameter {key} {error}")
+        position = match.end()
+    if rest[position:].strip():
+        form = "<parameter=...>...</parameter>" if pattern is _PARAMETER else "pairs of tags"
+        return BadCall(f"its parameters are not all {form}")
     return ToolCall(name, arguments)
 
 
@@ -1016,31 +953,7 @@ FORMATS: dict[str, Format] = {
         _read_named,
         brackets=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    "dsml": Format(
-        (DSML_TAGS.function,),
-        DSML_TAGS.function_end,
-        _reader_of(DSML_TAGS),
-        brackets=tuple(
-            f"<{end}｜DSML｜{name}>"
-            for name in ("function_calls", "tool_calls")
-            for end in ("", "/")
-        ),
-    ),
-    "step3": Format(
-        (STEP_TAGS.function,),
-        STEP_TAGS.function_end,
-        _reader_of(STEP_TAGS),
-        brackets=(
-            "<｜tool_calls_begin｜>",
-            "<｜tool_calls_end｜>",
-            "<｜tool_call_begin｜>function<｜tool_sep｜>",
-            "<｜tool_call_end｜>",
-        ),
-    ),
-    "internlm": Format(("<|action_start|><|plugin|>",), "<|action_end|>"),
-    "longcat": Format(("<longcat_tool_call>",), "</longcat_tool_call>"),
     "harmony": Format(read=_read_harmony, template_marks=("<|channel|>",)),
-    "lfm2": Format(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "granite": Format(
         ("<|tool_call|>",),
         read=_read_granite,
@@ -1048,15 +961,10 @@ FORMATS: dict[str, Format] = {
         brackets=("<|/tool_call|>",),
     ),
     "olmo": Format(("<function_calls>",), "</function_calls>"),
-    "minimax": Format(("<minimax:tool_call>",), "</minimax:tool_call>"),
-    "seed": Format(("<seed:tool_call>",), "</seed:tool_call>"),
     "nemotron": Format(("<TOOLCALL>",), "</TOOLCALL>"),
-    "cohere": Format(("<|START_ACTION|>",), "<|END_ACTION|>"),
     "apriel": Format(("<tool_calls>",), "</tool_calls>"),
     "hermes": Format(("<tool_call>",), "</tool_call>"),
-    "function": Format(
-        (FUNCTION_TAGS.function,), FUNCTION_TAGS.function_end, _reader_of(FUNCTION_TAGS)
-    ),
+    "function": Format(("<function=",), "</function>", _read_function),
     "function_call": Format(("<function_call>",), "</function_call>"),
     "llama": Format(
         ("<|python_tag|>", "<|python_start|>"),
