@@ -13,6 +13,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import FileData
 from tpu_rl.tasks import arithmetic, reverse
 from tpu_rl.tasks.arithmetic import ALPHABET, Arithmetic, ArithmeticDemonstrations, ArithmeticSource
+from tpu_rl.tasks.made_rows import EVALUATION_SHARE
 from tpu_rl.tasks.reverse import ReverseData
 from tpu_rl.tasks.star_graph import StarGraph, StarGraphSource, parse_path
 from tpu_rl.wings import TASKS
@@ -101,7 +102,7 @@ def test_splits_share_no_expression_and_evaluation_is_an_eighth():
         for y in "+-"
     ]
     share = sum(arithmetic.split_of(expression) == "eval" for expression in every) / len(every)
-    assert share == pytest.approx(1 / arithmetic.EVALUATION_SHARE, abs=0.02)
+    assert share == pytest.approx(1 / EVALUATION_SHARE, abs=0.02)
 
 
 def test_rows_depend_on_seed_split_and_index_only():
@@ -278,7 +279,7 @@ def test_reverse_splits_share_no_string():
     }
     assert not prompts["train"] & prompts["eval"]
     share = sum(reverse.split_of(f"{i:04}") == "eval" for i in range(10_000)) / 10_000
-    assert share == pytest.approx(1 / reverse.EVALUATION_SHARE, abs=0.02)
+    assert share == pytest.approx(1 / EVALUATION_SHARE, abs=0.02)
 
 
 def test_reverse_rows_depend_on_seed_split_and_index_only():

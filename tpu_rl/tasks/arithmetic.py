@@ -12,29 +12,23 @@ has an expression of its own split.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
+from tpu_rl.tasks.made_rows import MadeRows, split_of
 
 if TYPE_CHECKING:
     from tpu_rl.data import Row
 
 ALPHABET = "0123456789+-*=;#"
 """Every character of the task's prompts and solutions."""
-
-EVALUATION_SHARE = 8
-"""One expression in this many belongs to evaluation."""
-
-SOURCE_LENGTH = 2**31 - 1
-"""Rows of a source: practically endless, and within the 32 bits of grain's shuffle."""
 
 
 # --- settings ---
@@ -104,10 +98,10 @@ class ArithmeticData:
 
 
 @dataclass(frozen=True)
-class ArithmeticSource:
+class ArithmeticSource(MadeRows):
     """Endless problems with the columns `prompt`, `answer` and `solution`, all texts.
 
-    Row i is a function of (config, split, seed, i). There are few short expressions (72 pairs of
+    There are few short expressions (72 pairs of
     terms up to 9), so rows repeat. Rows of different splits never agree.
     """
 
@@ -115,13 +109,8 @@ class ArithmeticSource:
     split: Literal["train", "eval"] = "train"
     seed: int = 0
 
-    def __len__(self) -> int:
-        return SOURCE_LENGTH
-
-    def __getitem__(self, index: int) -> dict[str, str]:
-        expression = sample_expression(
-            self.config, self.split, _generator(self.seed, self.split, index)
-        )
+    def row(self, index: int) -> dict[str, str]:
+        expression = sample_expression(self.config, self.split, self.generator(index))
         return {
             "prompt": f"{expression}=",
             "answer": str(evaluate(expression)),
@@ -130,10 +119,10 @@ class ArithmeticSource:
 
 
 @dataclass(frozen=True)
-class ArithmeticDemonstrations:
+class ArithmeticDemonstrations(MadeRows):
     """Endless solved problems of the training split: `prompt`, `completion` and `answer`.
 
-    Row i is a function of the fields and i. A share of the completions are worked solutions and the
+    A share of the completions are worked solutions and the
     others are bare answers, because texts that people write are of both kinds. What a model then
     lacks is not the calculation but the habit of writing it down, which reinforcement learning can
     teach.
@@ -143,6 +132,8 @@ class ArithmeticDemonstrations:
     seed: int = 0
     written_share: tuple[float, ...] = (0.35,)
     """Probability of a worked solution: one for all, or one for each number of terms."""
+    SPLITS = ("train", "eval", "demonstrations")
+    split: ClassVar[str] = "demonstrations"
 
     def __post_init__(self):
         shares = self._written_shares
@@ -155,11 +146,8 @@ class ArithmeticDemonstrations:
                 fix="give one number from 0 to 1, or one for each number of terms",
             )
 
-    def __len__(self) -> int:
-        return SOURCE_LENGTH
-
-    def __getitem__(self, index: int) -> dict[str, str]:
-        generator = _generator(self.seed, "demonstrations", index)
+    def row(self, index: int) -> dict[str, str]:
+        generator = self.generator(index)
         expression = sample_expression(self.config, "train", generator)
         share = self._written_shares[count_terms(expression) - self.config.min_terms]
         solve = worked_solution if generator.random() < share else bare_answer
@@ -175,15 +163,6 @@ class ArithmeticDemonstrations:
         if len(self.written_share) == 1:
             return self.written_share * num_lengths
         return self.written_share
-
-
-def split_of(expression: str) -> Literal["train", "eval"]:
-    """Return the split of an expression, given without its equals sign.
-
-    The split is the same in every configuration.
-    """
-    digest = hashlib.sha256(expression.encode()).digest()
-    return "eval" if digest[0] % EVALUATION_SHARE == 0 else "train"
 
 
 # --- solutions ---
@@ -348,15 +327,6 @@ def sample_expression(config: Arithmetic, split: str, generator: np.random.Gener
         why=f"{config} has too few expressions",
         fix="raise max_value",
     )
-
-
-def _generator(seed: int, stream: str, index: int) -> np.random.Generator:
-    """Return the random numbers of one row. Raises IndexError outside the source."""
-    if not 0 <= index < SOURCE_LENGTH:
-        raise IndexError(f"row {index} of {SOURCE_LENGTH}")
-    stream_number = {"train": 0, "eval": 1, "demonstrations": 2}[stream]
-    entropy = (seed, stream_number, int(index))
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def _is_distribution(shares: tuple[float, ...]) -> bool:

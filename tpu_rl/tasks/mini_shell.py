@@ -22,7 +22,6 @@ often.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -30,8 +29,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from tpu_rl import ranges
-from tpu_rl.environments.task import Task
 from tpu_rl.ranges import In, Share
+from tpu_rl.tasks.made_rows import MadeRows, split_of, task
 
 DIRECTORIES = ("bin", "doc", "etc", "lib", "src", "tmp", "usr", "var")
 FILES = (
@@ -52,10 +51,6 @@ MARKS = ("\n", " ", "$", "/", ">", ".")
 PROMPT = "$ "
 NOT_FOUND = "not found"
 BAD_COMMAND = "bad command"
-EVALUATION_SHARE = 8
-"""One task in this many belongs to evaluation."""
-NUM_ROWS = 2**31 - 1
-"""Rows of a source: practically endless, and within the 32 bits of grain's shuffle."""
 MAX_COMMANDS = 8
 """Commands, with `exit`, that a task may need."""
 
@@ -379,27 +374,24 @@ class MiniShellData(ranges.Checked):
 
 
 @dataclass(frozen=True)
-class MiniShellSource:
+class MiniShellSource(MadeRows):
     """Endless tasks with the columns `prompt`, `directories`, `files`, `goal` and `completion`.
 
-    Row i is a function of the fields and i. `completion` is the transcript of the careless user.
+    `completion` is the transcript of the careless user.
     """
 
     config: MiniShellData = MiniShellData()
     split: Literal["train", "eval"] = "train"
     seed: int = 0
 
-    def __len__(self) -> int:
-        return NUM_ROWS
+    STREAM = (13,)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < NUM_ROWS:
-            raise IndexError(f"row {index} of {NUM_ROWS}")
-        entropy = (self.seed, 13, ("train", "eval").index(self.split), int(index))
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+    def row(self, index: int) -> dict[str, Any]:
+        generator = self.generator(index)
         while True:
             problem = draw(self.config, generator)
-            if split_of(problem) == self.split and is_solvable(problem):
+            text = f"{problem.prompt()}{sorted(problem.files.items())}"
+            if split_of(text) == self.split and is_solvable(problem):
                 break
         carefulness = Carefulness(self.config.looks, self.config.forgets)
         return {
@@ -411,22 +403,6 @@ class MiniShellSource:
         }
 
 
-def split_of(problem: Problem) -> Literal["train", "eval"]:
-    """Return the split that a task belongs to, in every configuration."""
-    text = f"{problem.prompt()}{sorted(problem.files.items())}"
-    digest = hashlib.sha256(text.encode()).digest()
-    return "eval" if digest[0] % EVALUATION_SHARE == 0 else "train"
-
-
-def _rows(data: MiniShellData, seed: int) -> MiniShellSource:
-    return MiniShellSource(data, "train", seed)
-
-
-TASK = Task(
-    settings=MiniShellData,
-    train_rows=_rows,
-    demonstrations=_rows,
-    evaluation_rows=lambda data, count: MiniShellSource(data, "eval"),
-)
+TASK = task(MiniShellData, MiniShellSource)
 
 ENVIRONMENTS = {"mini_shell": MiniShell}

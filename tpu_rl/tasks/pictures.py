@@ -25,6 +25,7 @@ from tpu_rl.environments.answers import is_denied
 from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.verifier import Verifier
+from tpu_rl.tasks.made_rows import MadeRows
 
 COLORS = {"red": (220, 30, 30), "green": (20, 160, 60), "blue": (40, 70, 230)}
 SHAPES = ("square", "cross", "bar")
@@ -65,10 +66,10 @@ class PicturesData:
 
 
 @dataclass(frozen=True)
-class PicturesSource:
+class PicturesSource(MadeRows):
     """`rows` questions with the columns `prompt`, `completion`, `answer` and `images`.
 
-    Row i is a function of (config, split, seed, i). `images` has one PNG file as bytes. Rows about
+    `images` has one PNG file as bytes. Rows about
     shapes also have `sharp`, the picture that the environment enlarges.
     """
 
@@ -80,29 +81,29 @@ class PicturesSource:
     """Rows about shapes are the steps of an episode, to imitate: half of them where to look, and
     half the answer once the cell is seen."""
 
+    STREAM = (11,)
+
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.rows:
-            raise IndexError(f"row {index} of {self.rows}")
+    def row(self, index: int) -> dict[str, Any]:
         if self.config.questions == "look":
             return self._look(index)
-        question, answer, picture = _sample(self.config, self._generator(index))
+        question, answer, picture = _sample(self.config, self.generator(index, 0))
         if self.config.control == "blank":
             picture = np.full_like(picture, 255)
         elif self.config.control == "shuffled":
-            picture = _sample(self.config, self._generator(index, other=1))[2]
+            picture = _sample(self.config, self.generator(index, 1))[2]
         # The mark of `tokenizers.images` stands for the picture.
         prompt = f"\ufffc{question}?\n"
         return {"prompt": prompt, "completion": answer, "answer": answer, "images": [_png(picture)]}
 
     def _look(self, index: int) -> dict[str, Any]:
-        generator = self._generator(index)
+        generator = self.generator(index, 0)
         color, shape, place, marks = _one_of_a_color(self.config, generator)
         shown = marks
         if self.config.control == "shuffled":
-            shown = _one_of_a_color(self.config, self._generator(index, other=1))[3]
+            shown = _one_of_a_color(self.config, self.generator(index, 1))[3]
         coarse = _draw(self.config, {cell: (name, COARSE) for cell, (name, _) in shown.items()})
         sharp = _draw(self.config, marks)
         if self.config.control == "blank":
@@ -116,11 +117,6 @@ class PicturesSource:
             completion = f"{shape}\n"
         row = {"prompt": prompt, "completion": completion, "answer": shape, "images": images}
         return row | {"sharp": _png(sharp), "cells": self.config.cells}
-
-    def _generator(self, index: int, other: int = 0) -> np.random.Generator:
-        split_number = {"train": 0, "eval": 1}[self.split]
-        entropy = (self.seed, 11, split_number, int(index), other)
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def correct(

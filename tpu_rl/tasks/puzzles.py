@@ -20,26 +20,23 @@ ordered_steps  its shuffled steps in order; the reward is the share of steps in 
 from __future__ import annotations
 
 import ast
-import hashlib
 import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from tpu_rl import ranges
-from tpu_rl.environments.task import Task, text_of
+from tpu_rl.environments.task import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
 from tpu_rl.tasks import arithmetic
-
-if TYPE_CHECKING:
-    pass
+from tpu_rl.tasks.made_rows import MadeRows, split_of, task
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -372,26 +369,21 @@ KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class PuzzlesSource:
+class PuzzlesSource(MadeRows):
     """Endless puzzles with the columns `prompt`, `completion`, `solution`, `answer`, `kind`."""
 
     config: PuzzlesData = PuzzlesData()
     split: Literal["train", "eval"] = "train"
     seed: int = 0
 
-    def __len__(self) -> int:
-        return arithmetic.SOURCE_LENGTH
+    STREAM = (11,)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+    def row(self, index: int) -> dict[str, Any]:
         kind = self.config.kinds[index % len(self.config.kinds)]
-        entropy = (self.seed, 11, self.split == "eval", int(index))
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        generator = self.generator(index)
         while True:
             puzzle = KINDS[kind].make(self.config, generator)
-            byte = hashlib.sha256(puzzle.prompt.encode()).digest()[0]
-            if (byte % arithmetic.EVALUATION_SHARE == 0) == (self.split == "eval"):
+            if split_of(puzzle.prompt) == self.split:
                 break
         prompt: Any = puzzle.prompt
         completion: Any = f"{puzzle.steps}#{puzzle.answer}"
@@ -427,17 +419,8 @@ def puzzle(
     return values
 
 
-def _train_rows(data: PuzzlesData, seed: int) -> PuzzlesSource:
-    return PuzzlesSource(data, "train", seed)
-
-
-TASK = Task(
-    settings=PuzzlesData,
-    train_rows=_train_rows,
-    demonstrations=_train_rows,
-    evaluation_rows=lambda data, count: PuzzlesSource(data, "eval"),
-    label_steps=label_steps,
-    slices_of=lambda row: (row["kind"],),
+TASK = task(
+    PuzzlesData, PuzzlesSource, label_steps=label_steps, slices_of=lambda row: (row["kind"],)
 )
 
 VERIFIERS = {"puzzles": Verifier(puzzle, AnswerReaders(read_answer))}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tpu_rl.environments.task import Task
 from tpu_rl.errors import InputError
 from tpu_rl.tasks.adapters.reasoning_gym import CHUNK, EVALUATION_START
+from tpu_rl.tasks.made_rows import MadeRows
 
 SHORT = (
     *("basic_arithmetic", "calendar_arithmetic", "chain_sum", "count_bits", "family_relationships"),
@@ -47,7 +48,7 @@ class ReasoningGymData:
 
 
 @dataclass(frozen=True)
-class ReasoningGymSource:
+class ReasoningGymSource(MadeRows):
     """`config.questions` rows of each task, with the columns `prompt`, `index` and `environment`.
 
     Another seed has other questions, but for rare coincidences.
@@ -60,10 +61,8 @@ class ReasoningGymSource:
     def __len__(self) -> int:
         return self.config.questions * len(self.config.tasks)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number, task = divmod(int(index), len(self.config.tasks))
+    def row(self, index: int) -> dict[str, Any]:
+        number, task = divmod(index, len(self.config.tasks))
         if self.split == "eval":
             number += EVALUATION_START
         else:

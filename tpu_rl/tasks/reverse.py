@@ -6,7 +6,6 @@ backwards after a hash, "#7284". One string in eight is kept for evaluation.
 
 from __future__ import annotations
 
-import hashlib
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tpu_rl.environments.task import Task, text_of
+from tpu_rl.environments.task import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
+from tpu_rl.tasks.made_rows import MadeRows, split_of, task
 
 if TYPE_CHECKING:
     from tpu_rl.data import Row
-
-EVALUATION_SHARE = 8
-"""One string in this many belongs to evaluation."""
-
-NUM_ROWS = 2**31 - 1
-"""Rows of a source: practically endless, and within the 32 bits of grain's shuffle."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +50,17 @@ class ReverseData:
 
 
 @dataclass(frozen=True)
-class ReverseSource:
-    """Endless problems with the columns `prompt`, `completion` and `answer`.
-
-    Row i is a function of the fields and i.
-    """
+class ReverseSource(MadeRows):
+    """Endless problems with the columns `prompt`, `completion` and `answer`."""
 
     config: ReverseData = ReverseData()
     split: Literal["train", "eval"] = "train"
     seed: int = 0
 
-    def __len__(self) -> int:
-        return NUM_ROWS
+    STREAM = (11,)
 
-    def __getitem__(self, index: int) -> dict[str, str]:
-        if not 0 <= index < NUM_ROWS:
-            raise IndexError(f"row {index} of {NUM_ROWS}")
-        split_number = ("train", "eval").index(self.split)
-        entropy = (self.seed, 11, split_number, int(index))
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-        text = _sample(self.config, self.split, generator)
+    def row(self, index: int) -> dict[str, str]:
+        text = _sample(self.config, self.split, self.generator(index))
         return {"prompt": f"{text}=", "completion": f"#{text[::-1]}", "answer": text[::-1]}
 
 
@@ -111,12 +96,6 @@ def read_answer(completion: str) -> str | None:
     return completion[1:] if completion.startswith("#") else None
 
 
-def split_of(text: str) -> Literal["train", "eval"]:
-    """Return the split that a string belongs to, in every configuration."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return "eval" if digest[0] % EVALUATION_SHARE == 0 else "train"
-
-
 def _sample(config: ReverseData, split: str, generator: np.random.Generator) -> str:
     """Return a random string of the split."""
     length = int(generator.integers(config.min_length, config.max_length + 1))
@@ -133,22 +112,12 @@ def _sample(config: ReverseData, split: str, generator: np.random.Generator) -> 
     )
 
 
-def _rows(data: ReverseData, seed: int) -> ReverseSource:
-    return ReverseSource(data, "train", seed)
-
-
 def length_slice(row: Row) -> tuple[str, ...]:
     """Return the slice of a problem: the length of its string."""
     return (f"length_{len(row['answer'])}",)
 
 
-TASK = Task(
-    settings=ReverseData,
-    train_rows=_rows,
-    demonstrations=_rows,
-    evaluation_rows=lambda data, count: ReverseSource(data, "eval"),
-    slices_of=length_slice,
-)
+TASK = task(ReverseData, ReverseSource, slices_of=length_slice)
 
 VERIFIERS = {
     "reverse": Verifier(reverse, AnswerReaders(read_answer)),

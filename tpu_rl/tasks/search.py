@@ -33,10 +33,10 @@ import numpy as np
 
 from tpu_rl import ranges
 from tpu_rl.environments.contract import PlainState
-from tpu_rl.environments.task import Task
 from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import Verifier
 from tpu_rl.tasks.adapters import require
+from tpu_rl.tasks.made_rows import MadeRows, task
 
 PEOPLE = (
     *("anna", "bert", "cleo", "dora", "emil", "finn", "gina", "hugo"),
@@ -58,8 +58,6 @@ MARKS = ("\n", " ")
 MAX_SEARCHES = 3
 EVALUATION_BASES = 1_000_000
 """The number of the first base of evaluations."""
-NUM_ROWS = 2**31 - 1
-"""Rows of a source: practically endless, and within the 32 bits of grain's shuffle."""
 
 _SEARCH = re.compile(r"search((?: [a-z]+){1,8})")
 _ANSWER = re.compile(r"answer ([a-z]+)")
@@ -191,24 +189,20 @@ class SearchData(ranges.Checked):
 
 
 @dataclass(frozen=True)
-class SearchSource:
+class SearchSource(MadeRows):
     """Endless questions with the columns `prompt`, `base`, `answer` and `completion`.
 
-    Row i is a function of the fields and i. `completion` is what the careless user does.
+    `completion` is what the careless user does.
     """
 
     config: SearchData = SearchData()
     split: Literal["train", "eval"] = "train"
     seed: int = 0
 
-    def __len__(self) -> int:
-        return NUM_ROWS
+    STREAM = (17,)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < NUM_ROWS:
-            raise IndexError(f"row {index} of {NUM_ROWS}")
-        entropy = (self.seed, 17, ("train", "eval").index(self.split), int(index))
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+    def row(self, index: int) -> dict[str, Any]:
+        generator = self.generator(index)
 
         def choose(words: Sequence[str]) -> str:
             return words[int(generator.integers(len(words)))]
@@ -238,16 +232,7 @@ class SearchSource:
         }
 
 
-def _rows(data: SearchData, seed: int) -> SearchSource:
-    return SearchSource(data, "train", seed)
-
-
-TASK = Task(
-    settings=SearchData,
-    train_rows=_rows,
-    demonstrations=_rows,
-    evaluation_rows=lambda data, count: SearchSource(data, "eval"),
-    # A careless user's demonstrations do not earn them, so they are no rewards of the task.
-)
+TASK = task(SearchData, SearchSource)
+# A careless user's demonstrations do not earn its rewards, so they are no rewards of the task.
 
 ENVIRONMENTS = {"search": Search, "search_random": RandomSearch}

@@ -24,6 +24,7 @@ from tpu_rl.environments.task import Task, text_of
 from tpu_rl.errors import InputError
 from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import Verifier
+from tpu_rl.tasks.made_rows import MadeRows
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class StarGraphData:
 
 
 @dataclass(frozen=True)
-class StarGraphSource:
+class StarGraphSource(MadeRows):
     """`rows` graphs with the columns `prompt`, `completion` and `answer`, all texts.
 
-    Row i is a function of (config, split, seed, i). `answer` is the path to the goal, and
+    `answer` is the path to the goal, and
     `completion` the path that demonstrations show. There are so many graphs that those of two
     splits never agree (the probability is below rows^2 / nodes!).
     """
@@ -84,16 +85,14 @@ class StarGraphSource:
     seed: int = 0
     demonstrated: Literal["right", "any"] = "right"
 
+    STREAM = (7,)
+    SPLITS = ("train", "post", "eval")
+
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, index: int) -> dict[str, str]:
-        if not 0 <= index < self.rows:
-            raise IndexError(f"row {index} of {self.rows}")
-        split_number = {"train": 0, "post": 1, "eval": 2}[self.split]
-        entropy = (self.seed, 7, split_number, int(index))
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-        prompt, answer, other = _sample(self.config, generator)
+    def row(self, index: int) -> dict[str, str]:
+        prompt, answer, other = _sample(self.config, self.generator(index))
         completion = answer if self.demonstrated == "right" else other
         return {"prompt": prompt, "completion": completion, "answer": answer}
 
