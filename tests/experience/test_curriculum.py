@@ -202,7 +202,7 @@ def test_a_prompt_always_gets_the_same_template():
     rows = [tasks.with_template({"prompt": f"p{i}"}, templates) for i in range(30)]
     assert rows == [tasks.with_template({"prompt": f"p{i}"}, templates) for i in range(30)]
     assert {row["prompt"][0] for row in rows} == {"a", "b", "c"}
-    with pytest.raises(InputError, match="does not go into a template"):
+    with pytest.raises(InputError, match="no place for the prompt"):
         tasks.with_template({"prompt": "p"}, ("no place",))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,33 +12,8 @@ from tpu_rl.data import span_weights
 from tpu_rl.data.files import Row
 from tpu_rl.errors import InputError
 
-
-class Tokenizer(Protocol):
-    """The part of `tokenizers.Tokenizer` that this module uses."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-    def encode_continuation(self, text: str) -> list[int]: ...
-
-    def encode_prompt(self, prompt: str | list[dict[str, Any]], tools: Any = None) -> list[int]: ...
-
-    def wraps(self, prompt: Any) -> bool: ...
-
-    def encode_demonstration(
-        self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
-    ) -> tuple[list[int], list[float]]: ...
-
-    def weights_of_spans(
-        self, ids: Sequence[int], start: int, text: str, spans: Sequence[Any]
-    ) -> list[float]: ...
-
-    def with_images(
-        self, row: Row, ids: Sequence[int], weights: Sequence[float] | None = None
-    ) -> tuple[list[int], list[float], np.ndarray | None]: ...
+if TYPE_CHECKING:
+    from tpu_rl.tokenizers import Tokenizer
 
 
 def stacked_pieces(pixels: Sequence[np.ndarray | None]) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -24,19 +25,21 @@ def unpacked(file: Path) -> IO[bytes]:
 
     Raises InputError if it is damaged.
     """
-    temporary = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
-    with (
-        refused(
-            (OSError, EOFError, zlib.error),
-            "the data file is gzip, but damaged",
-            where=str(file),
-            fix="copy or download it again",
-        ),
-        gzip.open(file, "rb") as opened,
-    ):
-        shutil.copyfileobj(opened, temporary)
-    temporary.seek(0)
-    return temporary
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryFile())
+        with (
+            refused(
+                (OSError, EOFError, zlib.error),
+                "the data file is gzip, but damaged",
+                where=str(file),
+                fix="copy or download it again",
+            ),
+            gzip.open(file, "rb") as opened,
+        ):
+            shutil.copyfileobj(opened, temporary)
+        temporary.seek(0)
+        stack.pop_all()
+        return temporary
 
 
 def csv_rows(file: Path, content: bytes) -> Given:

@@ -8,7 +8,11 @@ those of the second follow.
 Pixels are made by the image processor of transformers that the model's directory names. What the
 tower reads at once is a *piece* of an image: all of it, one of its tiles, or the patches of one
 feature. All pieces of a model have one shape and equally many features, so the pieces of many
-images are one array, and an image has as many as its size asks for.
+images are one array, and an image has as many as its size asks for. The tower's configuration says
+what an image becomes (`vision.config.VisionConfig`): `layout` returns its tokens by its size and
+what transformers' image processor says of that, and `pieces` its pieces [p, ...] float32 and its
+tokens by what the processor makes of it. Both raise ValueError for an image that the model does not
+read.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tpu_rl.errors import InputError, refused
+
+if TYPE_CHECKING:
+    from tpu_rl.models.vision.config import AnyVisionConfig, Layout
 
 MARK = "\ufffc"
 """The object replacement character: an image in a text."""
@@ -51,60 +58,6 @@ Pixels = tuple[int | None, int | None]
 """The least and the most pixels of an image as the tower reads it; None: those of the file."""
 PIXEL_KEYS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
 """Their names in the processor's file, and in its `size`, as newer versions write it."""
-
-Layout = tuple[str | int, ...]
-"""The tokens of an image in a text: a number is a run of so many features, and a text has control
-tokens between runs."""
-
-
-class Tower(Protocol):
-    """The images of a model: its `vision.config.VisionConfig`."""
-
-    @property
-    def features_per_piece(self) -> int:
-        """The number of features, and so of tokens, of a piece."""
-        ...
-
-    @property
-    def gap(self) -> str:
-        """See `vision.config.VisionConfig.gap`."""
-        ...
-
-    @property
-    def written(self) -> str:
-        """See `vision.config.Written`."""
-        ...
-
-    def advances(self, pieces: np.ndarray) -> np.ndarray | None:
-        """Return the number of positions [..., F] that each feature of pieces [..., n, ...] takes;
-        None if each takes one, as a word does."""
-        ...
-
-    @property
-    def is_two_way(self) -> bool:
-        """True if tokens of an image see the later ones of the same image, in some layers."""
-        ...
-
-    def later_features(self, pieces: np.ndarray) -> np.ndarray:
-        """Return the number of later features of the same image [..., F] for each feature of pieces
-        [..., n, ...]."""
-        ...
-
-    def layout(self, height: int, width: int, processor: Any) -> Layout:
-        """Return the tokens of an image of so many pixels, by what transformers' image processor
-        says of its size."""
-        ...
-
-    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
-        """Return the pieces [p, ...] float32 of an image, and its tokens.
-
-        Args:
-            processed: what the image processor returns for the image.
-
-        Raises:
-            ValueError: if the model does not read such images; it says why.
-        """
-        ...
 
 
 class TextWithImages(NamedTuple):
@@ -130,7 +83,7 @@ class ImageReader:
     """The text of this token, with those of control tokens that always stand around it."""
     first_id: int
     """The id of an image's first feature: the number of rows of the model's embedding."""
-    tower: Tower
+    tower: AnyVisionConfig
     written: str = ""
     """The text that chat templates write for an image, if it is not `literal`."""
     folder: str = "."

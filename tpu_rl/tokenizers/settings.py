@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tpu_rl.errors import InputError, did_you_mean, missing_file, refused
-from tpu_rl.tokenizers.images import ImageReader, Pixels, Tower
+from tpu_rl.tokenizers.images import ImageReader, Pixels
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
+
+if TYPE_CHECKING:
+    from tpu_rl.models.vision.config import AnyVisionConfig
 
 MAX_TEMPLATE_BYTES = 1_000_000
 """The largest chat template. Published ones have some kilobytes."""
@@ -83,7 +86,7 @@ def with_images(
     directory: Path,
     token_id: int,
     *,
-    tower: Tower,
+    tower: AnyVisionConfig,
     first_id: int,
     folder: Path,
     around: tuple[int, int] | None = None,

@@ -31,8 +31,8 @@ import numpy as np
 
 from tpu_rl import data
 from tpu_rl.data import Row
-from tpu_rl.errors import InputError
 from tpu_rl.experience.config import CurriculumConfig
+from tpu_rl.experience.rows import last_text
 from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.rollout.dynamic_sampling import all_sampled
 from tpu_rl.rollout.scoring import Scored, by_episode
@@ -221,28 +221,16 @@ def with_text(row: Row, text: str) -> Row:
 
     Raises InputError if the last message is no text.
     """
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return row | {"prompt": prompt + text}
-    content = prompt[-1].get("content")
-    if not isinstance(content, str):
-        raise InputError(
-            "a start of a solution has no place",
-            where="--rollout.curriculum.start, --rollout.curriculum.hints",
-            why="the last message of a prompt is no text",
-            fix="use prompts that are texts, or whose last message is one",
-        )
-    return row | {"prompt": [*prompt[:-1], prompt[-1] | {"content": content + text}]}
+    flags = "--rollout.curriculum.start, --rollout.curriculum.hints"
+    before = last_text.of(row["prompt"], "a start of a solution has no place", flags)
+    return row | {"prompt": last_text.replaced(row["prompt"], before + text)}
 
 
 def without_start(row: Row) -> tuple[Row, str]:
     """Return (the row before `with_text`, the text that it has beyond it)."""
     start = row.get(START, "")
     plain = {name: value for name, value in row.items() if name != START}
-    prompt = row["prompt"]
     if not start:
         return plain, ""
-    if isinstance(prompt, str):
-        return plain | {"prompt": prompt.removesuffix(start)}, start
-    content = prompt[-1]["content"].removesuffix(start)
-    return plain | {"prompt": [*prompt[:-1], prompt[-1] | {"content": content}]}, start
+    text = last_text.of(row["prompt"], "a start of a solution is gone", START)
+    return plain | {"prompt": last_text.replaced(row["prompt"], text.removesuffix(start))}, start

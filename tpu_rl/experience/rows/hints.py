@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.algorithm_spec import Hint
-from tpu_rl.errors import InputError
 from tpu_rl.experience.likelihood import answer_texts
+from tpu_rl.experience.rows import last_text
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform, text_of_column
 from tpu_rl.rollout.scoring import Scored, number_of_run
@@ -23,20 +23,11 @@ def with_hint(prompt: Any, hint: str, template: str) -> Any:
 
     Raises InputError if the last message holds no plain text.
     """
-    last = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-    if not isinstance(last, str):
-        raise InputError(
-            "a hint joins a plain text",
-            where=f"the row with the prompt {str(prompt)[:80]!r}",
-            why="the content of its last message is no text",
-            fix="write it as one text",
-        )
+    last = last_text.of(prompt, "a hint joins a plain text", "--algorithm")
     # Texts of rows may have braces of their own.
     before, after = template.split("{hint}", 1)
     text = before.replace("{prompt}", last) + hint + after.replace("{prompt}", last)
-    if isinstance(prompt, str):
-        return text
-    return [*prompt[:-1], {**prompt[-1], "content": text}]
+    return last_text.replaced(prompt, text)
 
 
 def log_ratios(

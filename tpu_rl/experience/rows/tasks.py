@@ -24,7 +24,7 @@ from tpu_rl.data import Row, Rows, shapes
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData, FlipConfig
-from tpu_rl.experience.rows import dataset_identity
+from tpu_rl.experience.rows import dataset_identity, last_text
 from tpu_rl.rollout import prompts
 from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
@@ -362,20 +362,17 @@ def with_template(row: Row, templates: tuple[str, ...]) -> Row:
     """
     if not templates:
         return row
-    prompt: Any = row.get("prompt")
-    text = prompt if isinstance(prompt, str) or not prompt else prompt[-1].get("content")
-    template = templates[zlib.crc32(str(text).encode()) % len(templates)]
-    if not isinstance(text, str) or "{prompt}" not in template:
+    prompt = row.get("prompt")
+    text = last_text.of(prompt, "a prompt does not go into a template", "--data.templates")
+    template = templates[zlib.crc32(text.encode()) % len(templates)]
+    if "{prompt}" not in template:
         raise InputError(
-            "a prompt does not go into a template",
-            where=f"--data.templates, the row with the prompt {str(prompt)[:60]!r}",
-            why=f"the template is {template!r}"[:120],
-            fix="write {prompt} into each template, and give rows with a `prompt` of text",
+            "a template has no place for the prompt",
+            where="--data.templates",
+            why=f"it is {template!r}"[:120],
+            fix="write {prompt} into it",
         )
-    written = template.replace("{prompt}", text)
-    if isinstance(prompt, str):
-        return row | {"prompt": written}
-    return row | {"prompt": [*prompt[:-1], prompt[-1] | {"content": written}]}
+    return row | {"prompt": last_text.replaced(prompt, template.replace("{prompt}", text))}
 
 
 def solution_rows(
@@ -466,10 +463,8 @@ def _graded_problem(row: Row) -> Row:
 
 def _with_instruction(row: Row, instruction: str) -> Row:
     """Return the row with the instruction at the end of its prompt, or of its last message."""
-    if not instruction or not row.get("prompt"):
+    prompt = row.get("prompt")
+    if not instruction or not prompt:
         return row
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return row | {"prompt": prompt + instruction}
-    last: dict[str, Any] = prompt[-1] | {"content": prompt[-1]["content"] + instruction}
-    return row | {"prompt": [*prompt[:-1], last]}
+    text = last_text.of(prompt, "the instruction has no place", "--data.instruction")
+    return row | {"prompt": last_text.replaced(prompt, text + instruction)}

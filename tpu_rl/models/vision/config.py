@@ -104,7 +104,8 @@ Written = Literal["all", "before", "token"]
 stands before it (Gemma 3); or the one that stands for it alone (Gemma 4)."""
 
 Layout = tuple[str | int, ...]
-"""The tokens of an image; see `tokenizers.images`."""
+"""The tokens of an image in a text: a number is a run of so many features, and a text has control
+tokens between runs."""
 
 IMAGE_TOKEN = re.compile(
     r"(image|video|audio|vision(_start|_end)?|boi|eoi|boa|eoa)_token_(id|index)"
@@ -303,7 +304,7 @@ class SquareVisionConfig(VisionConfig):
         return np.broadcast_to(later, (*outer, len(later)))
 
     def layout(self, height: int, width: int, processor: Any) -> Layout:
-        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
+        """Return the tokens of an image of so many pixels; see `tokenizers.images`."""
         if not self.has_tiles:
             return (self.features_per_piece,)
         patches = processor.get_number_of_image_patches(height, width)
@@ -313,7 +314,7 @@ class SquareVisionConfig(VisionConfig):
         return _tiles(rows, columns, self.features_per_piece)
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
-        """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
+        """Return an image as one piece, and its tokens; see `tokenizers.images`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
         pixels = pixels[0] if self.projector == "shuffled" else pixels
         if pixels.shape[1:] != self.piece_shape or not (self.has_tiles or len(pixels) == 1):
@@ -383,7 +384,7 @@ class TableVisionConfig(VisionConfig):
         return np.maximum(rows * columns - 1 - number, 0)
 
     def layout(self, height: int, width: int, processor: Any) -> Layout:
-        """Return the tokens of an image of so many pixels; see `tokenizers.images.Tower`."""
+        """Return the tokens of an image of so many pixels; see `tokenizers.images`."""
         patches = processor.get_number_of_image_patches(height, width)
         return (patches // self.merge_size**2,)
 
@@ -461,7 +462,7 @@ class QwenVisionConfig(TableVisionConfig):
         return np.where(number == rows * columns - 1, np.maximum(rows, columns), 0)
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
-        """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
+        """Return the pieces of an image, and its tokens; see `tokenizers.images`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
         frames, height, width = (int(size) for size in np.asarray(processed["image_grid_thw"])[0])
         rows = height // self.merge_size
@@ -515,7 +516,7 @@ class Gemma4VisionConfig(TableVisionConfig):
         }
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
-        """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
+        """Return the pieces of an image, and its tokens; see `tokenizers.images`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)[0]
         places = np.asarray(processed["image_position_ids"])[0]
         is_patch = (places >= 0).all(-1)
