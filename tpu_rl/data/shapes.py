@@ -789,30 +789,5 @@ SHAPES = (
         "`messages`",
         lacks=("messages",),
     ),
-    Shape(
-        "token ids, or segments of text with labels, as axolotl reads them",
-        {},
-        "`input_ids` and `segments` are not read; write `messages`, or `prompt` and `completion`: "
-        "the tokenizer and the chat template of the model do the rest",
-        lacks=("messages", "prompt", "text"),
-        where=lambda row: any(
-            isinstance(row.get(name), list) for name in ("input_ids", "segments")
-        ),
-        others=("input_ids", "segments"),
-    ),
-    Shape(
-        "Glaive's chat as one text",
-        {"chat": str},
-        "`chat` is a whole conversation as one text, with calls that are no JSON; use the same "
-        "data as ShareGPT (LLaMA-Factory publishes glaive_toolcall_en), or write `messages`",
-    ),
-    Shape(
-        "PRM800K's trees of rated steps",
-        {"label": dict},
-        "`label` is a tree of rated steps, as OpenAI publishes PRM800K; use the rows of "
-        "trl-lib/prm800k (prompt, completions, labels), or write such rows",
-        lacks=("prompt",),
-        others=("question",),
-    ),
 )
 """The first shape that fits a row is taken."""

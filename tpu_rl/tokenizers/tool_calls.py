@@ -103,14 +103,6 @@ class ParsedTurn(NamedTuple):
         return message | ({"tool_calls": calls} if calls else {})
 
 
-def format_of(template: str | None) -> str | None:
-    """Return the format whose marks a chat template has; "plain" without a template.
-
-    None if it has no marks of any. Marks only suggest a format: see `Tokenizer.tool_format`.
-    """
-    return "plain" if template is None else next(iter(formats_of(template)), None)
-
-
 def formats_of(template: str) -> list[str]:
     """Return the formats of which a chat template has a mark."""
     return [name for name, row in FORMATS.items() if row.is_in(template, row.template_marks)]
