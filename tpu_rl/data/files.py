@@ -542,6 +542,9 @@ MAX_DUPLICATE_SHARE = 0.1
 """Repeated prompts are reported above this share of the rows."""
 MAX_REPEATING_SHARE = 0.5
 """The same for answers that begin with their prompt."""
+BLANK = "prompts are nothing but white space"
+REPEATING = "pairs repeat their prompt in both answers: remove it from the answers"
+LABELED = "completions have the label {}, and none has the other: nothing tells good from bad ones"
 
 
 def warnings(
@@ -555,64 +558,54 @@ def warnings(
         compares_prompts: False if other columns say what a row asks, as with an environment. Equal
             and blank prompts are then not reported.
     """
-    num_nul = 0
-    num_blank = 0
-    num_repeating = 0
-    num_empty = 0
-    labels: Counter[bool] = Counter()
-    is_compared = False
     of_train, of_held_out = map(stored_rows.checksums, (rows, held_out))
-    num_equal = 0
+    num_known = 0
     if of_train is not None and of_held_out is not None:
-        num_equal = int(np.isin(of_held_out, of_train).sum())
+        num_known = int(np.isin(of_held_out, of_train).sum())
     rows, held_out = map(stored_rows.sample, (rows, held_out))
+    counts: Counter[str] = Counter()
+    is_compared = False
     # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
     prompts = array("q")
     inputs = array("q")
     for row in rows:
-        text = _all_text(row)
-        num_nul += "\x00" in text
-        # Pairs and graded completions have several rows per prompt.
-        is_compared = is_compared or not row.keys().isdisjoint(("chosen", "label", "score"))
-        num_repeating += _repeats_prompt(row)
-        num_empty += _has_empty_answer(row)
-        if "completion" in row and row.get("label") in (True, False):
-            labels[bool(row["label"])] += 1
-        if row.get("prompt"):
-            text = _text(row["prompt"])
-            num_blank += not text.strip()
-        # As `_input_hash`.
-        inputs.append(_with_images(text, row))
+        counts.update(_doubts(row))
+        inputs.append(_input_hash(row))
         if row.get("prompt"):
             prompts.append(inputs[-1])
-    num_duplicates = len(prompts) - len(np.unique(np.array(prompts)))
-    if is_compared or num_duplicates <= MAX_DUPLICATE_SHARE * len(rows):
-        num_duplicates = 0
-    held_out_inputs = [_input_hash(row) for row in held_out]
-    num_known = max(num_equal, int(np.isin(held_out_inputs, np.array(inputs)).sum()))
-    if not compares_prompts:
-        num_blank = num_duplicates = num_known = 0
-    counts = (
-        (num_nul, "rows hold the character NUL"),
-        (num_blank, "prompts are nothing but white space"),
-        (
-            num_repeating if num_repeating > MAX_REPEATING_SHARE * len(rows) else 0,
-            "pairs repeat their prompt in both answers: remove it from the answers",
-        ),
-        (num_empty, "rows have an answer without a text: only its end is learned"),
-        (
-            labels.total() if len(labels) == 1 and labels.total() > 1 else 0,
-            f"completions have the label {str(min(labels, default=True)).lower()}, and none has "
-            "the other: nothing tells good ones from bad ones",
-        ),
-        (num_duplicates, "prompts repeat earlier ones"),
-        (
-            num_known,
+        # Pairs and graded completions have several rows per prompt.
+        is_compared = is_compared or not row.keys().isdisjoint(("chosen", "label", "score"))
+    if counts[REPEATING] <= MAX_REPEATING_SHARE * len(rows):
+        del counts[REPEATING]
+    labels = [LABELED.format(label) for label in ("true", "false")]
+    if all(counts[label] for label in labels) or sum(counts[label] for label in labels) == 1:
+        counts.subtract({label: counts[label] for label in labels})
+    if compares_prompts:
+        num_duplicates = len(prompts) - len(np.unique(np.array(prompts)))
+        if not is_compared and num_duplicates > MAX_DUPLICATE_SHARE * len(rows):
+            counts["prompts repeat earlier ones"] = num_duplicates
+        equal = np.isin([_input_hash(row) for row in held_out], np.array(inputs))
+        counts[
             f"of the {len(held_out)} held-out rows are among the training rows: "
-            "the evaluation flatters",
-        ),
-    )
-    return [f"{count} {message}" for count, message in counts if count]
+            "the evaluation flatters"
+        ] = max(num_known, int(equal.sum()))
+    else:
+        del counts[BLANK]
+    return [f"{count} {message}" for message, count in counts.items() if count]
+
+
+def _doubts(row: Row) -> Iterator[str]:
+    """Yield what is rarely intended about a row alone."""
+    if "\x00" in _all_text(row):
+        yield "rows hold the character NUL"
+    if row.get("prompt") and not _text(row["prompt"]).strip():
+        yield BLANK
+    if _repeats_prompt(row):
+        yield REPEATING
+    if _has_empty_answer(row):
+        yield "rows have an answer without a text: only its end is learned"
+    if "completion" in row and row.get("label") in (True, False):
+        yield LABELED.format(str(bool(row["label"])).lower())
 
 
 def _has_empty_answer(row: Row) -> bool:
@@ -640,11 +633,7 @@ def _repeats_prompt(row: Row) -> bool:
 
 def _input_hash(row: Row) -> int:
     """Return a hash of the prompt, or of a conversation without a prompt, with its images."""
-    return _with_images(_text(row["prompt"]) if row.get("prompt") else _all_text(row), row)
-
-
-def _with_images(text: str, row: Row) -> int:
-    """Return a hash of a text and the row's images."""
+    text = _text(row["prompt"]) if row.get("prompt") else _all_text(row)
     images = row.get("images")
     return hash((text, *map(_fingerprint, images))) if isinstance(images, list) else hash(text)
 

@@ -585,17 +585,12 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "ge": _operator.ge,
 }
 BINARY: dict[str, Callable[..., Any]] = {
-    "add": _operator.add,
-    "sub": _operator.sub,
-    "mul": _operator.mul,
-    "truediv": _operator.truediv,
-    "floordiv": _operator.floordiv,
-    "mod": _operator.mod,
-    "matmul": _operator.matmul,
+    **{
+        name: vars(_operator)[name]
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "xor", "pow")
+    },
     "and": _operator.and_,
     "or": _operator.or_,
-    "xor": _operator.xor,
-    "pow": _operator.pow,
     "lshift": _operator.lshift,
     "rshift": _operator.rshift,
     "divmod": divmod,

@@ -24,37 +24,13 @@ from typing import Any, NamedTuple
 from tpu_rl.sandbox import SandboxLimits, judge, run
 
 MODULES = {
-    "math",
-    "cmath",
-    "collections",
-    "itertools",
-    "functools",
-    "re",
-    "string",
-    "operator",
-    "fractions",
-    "decimal",
+    *("math", "cmath", "fractions", "decimal", "operator"),
+    *("collections", "itertools", "functools", "re", "string"),
 }
 """Modules of the standard library. What a test calls of them belongs to the test."""
 IMPORTABLE = MODULES | {
-    "abc",
-    "bisect",
-    "contextlib",
-    "copy",
-    "dataclasses",
-    "datetime",
-    "enum",
-    "hashlib",
-    "heapq",
-    "io",
-    "json",
-    "numbers",
-    "random",
-    "statistics",
-    "sys",
-    "textwrap",
-    "time",
-    "typing",
+    *("abc", "bisect", "contextlib", "copy", "dataclasses", "datetime", "enum", "hashlib", "heapq"),
+    *("io", "json", "numbers", "random", "statistics", "sys", "textwrap", "time", "typing"),
     "unicodedata",
 }
 """Modules of the standard library that a test may import."""
