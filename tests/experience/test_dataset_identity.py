@@ -46,16 +46,6 @@ def state(tmp_path) -> dict:
     return stream.get_state()
 
 
-def test_a_run_goes_on_with_the_kind_of_digests_that_it_began_with(state, tmp_path):
-    """Of large files these are about bytes, of earlier versions and other files about values."""
-    del state
-    assert dataset_identity.is_read_in_full(tmp_path, SPEC)
-    path = dataset_identity.digests_file(tmp_path, SPEC)
-    dataset_identity.write(path, dataset_identity.Digests(data.OF_BYTES + "1", np.zeros(3)))
-    assert not dataset_identity.is_read_in_full(tmp_path, SPEC)
-    assert not dataset_identity.is_read_in_full(tmp_path / "new", SPEC)
-
-
 def test_a_picture_that_became_another_file_is_a_change(tmp_path):
     """Names of pictures are relative to the data. A text may be the picture itself."""
     (tmp_path / "a.png").write_bytes(b"12345")

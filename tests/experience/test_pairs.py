@@ -61,12 +61,6 @@ def test_pairs_of_a_large_file_are_checked_when_they_are_drawn(file, monkeypatch
     assert data.digests(given.train)[0].startswith(data.OF_BYTES)
     some = given.train[1:4]
     assert reference_log_probs.keys_of(some) == reference_log_probs.keys_of(list(some))
-    # A run that had checked all rows before goes on to do so.
-    file.write_text("\n".join([*lines[:7], *lines[8:]]))
-    rows = data.read(file, ("prompt", "chosen", "rejected"))
-    in_full = data.StoredRows(data.ReadInFull([rows]))
-    given = pairs.usable_pairs(in_full, rows[:0], tokenizer, *limits)
-    assert (len(given.train), [row["row"] for row, _ in given.dropped]) == (38, [5])
 
 
 @pytest.mark.nightly

@@ -21,12 +21,14 @@ from tpu_rl.commands import roles
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig, Stage
 from tpu_rl.commands.expert_axis import expert_devices
 from tpu_rl.commands.roles import RunContext
+from tpu_rl.data import Rows
 from tpu_rl.environments import named as named_environments
+from tpu_rl.environments import task_of
 from tpu_rl.environments.contract import Factory
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import sampler_config
-from tpu_rl.experience.rows import tasks
+from tpu_rl.experience.rows import dataset_identity, tasks
 from tpu_rl.experience.source import Source
 from tpu_rl.models import Select
 from tpu_rl.rewards import registry
@@ -327,20 +329,43 @@ def rows_in_checkpoints(config: ExperimentConfig) -> bool:
     return bool(rollout.partial or config.batch.staleness or rollout.curriculum.hints)
 
 
-def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> data.RowStream:
-    """Return the stage's training rows; `batch` of them at a time, by default `batch.prompts`."""
-    config = context.config
-    return tasks.make_stream(
+def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) -> Rows:
+    """Return the training rows of a stage, which are no pairs. Raises InputError as
+    `tasks.usable_rows`."""
+    return tasks.usable_rows(
         config.data,
         stage.algorithm.experience,
-        context.language.tokenizer,
-        batch_size=batch or config.batch.prompts,
+        tokenizer,
         seed=config.seed,
         num_held_out=config.evaluation.rows,
-        max_prompt_tokens=prompt_room(config, context.language.tokenizer),
-        run_dir=context.run_dir,
-        accept_dataset_change=config.accept_dataset_change,
+        max_prompt_tokens=prompt_room(config, tokenizer),
         rows_in_checkpoints=rows_in_checkpoints(config),
+    )
+
+
+def row_stream(
+    context: RunContext, stage: Stage, batch: int | None = None, rows: Rows | None = None
+) -> data.RowStream:
+    """Return the stage's training rows, endlessly; `batch` of them at a time, by default
+    `batch.prompts`.
+
+    `rows` are other rows of the data than `usable_rows`. Raises InputError if the data cannot be
+    used, or changed since the run began.
+    """
+    config = context.config
+    size = batch or config.batch.prompts
+    streamed: Any = usable_rows(config, stage, context.language.tokenizer) if rows is None else rows
+    if task_of(config.data) is not None:
+        return data.stream(streamed, config.seed, size)
+    return dataset_identity.make_stream(
+        streamed,
+        stage.algorithm.experience,
+        batch_size=size,
+        seed=config.seed,
+        run_dir=context.run_dir,
+        data_path=config.data.path,
+        accept_change=config.accept_dataset_change,
+        weights=config.data.weights,
     )
 
 

@@ -231,7 +231,7 @@ def audit_pairs(context: RunContext, params: Params) -> None:
     stage = stages.of_run(config, context.run_dir, config.steps)[-1]
     if not compose.learns_from_given_pairs(stage) or stage.algorithm.experience.graded:
         return
-    given = of_pairs.given_pairs(context.config, context.language.tokenizer, context.run_dir)
+    given = of_pairs.given_pairs(context.config, context.language.tokenizer)
     pair_audit = wings.MODULES["pair_audit"]
     trained = pair_audit.Trained(
         compose.build_algorithm(context, stage),

@@ -32,7 +32,7 @@ def of_stage(
     """
     if roles.reading(stage.algorithm) is not None:
         return reward_accuracy.as_evaluator(held_out_judge(context, stage, params))
-    given = of_pairs.require_pairs(context.config, context.language.tokenizer, context.run_dir)
+    given = of_pairs.require_pairs(context.config, context.language.tokenizer)
     if not given.held_out:
         return None
     to_pairs = of_pairs.to_pairs(context, stage, params, given.held_out)
@@ -99,7 +99,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
     if compose.learns_from_given_pairs(stage):
-        given = of_pairs.require_pairs(context.config, context.language.tokenizer, context.run_dir)
+        given = of_pairs.require_pairs(context.config, context.language.tokenizer)
         held_out_rows.require_same_rows(given.held_out)
         rows = [given.train, given.held_out]
         if stage.algorithm.experience.graded:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from tpu_rl.data.stored_rows import (
         FirstFitting,
-        ReadInFull,
         StoredRows,
         join,
         naming_row,

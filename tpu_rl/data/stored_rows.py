@@ -239,13 +239,6 @@ class Joined:
         return np.repeat(self._numbers, [len(part) for part in self._parts])
 
 
-class ReadInFull(Joined):
-    """Rows that are read from the first to the last before one is drawn, however many they are."""
-
-    def checksums(self) -> np.ndarray | None:
-        return None
-
-
 class FirstFitting(Joined):
     """Rows in which the next one that fits takes the place of each that does not."""
 

@@ -72,7 +72,7 @@ def with_log_probs(to_pairs: ToPairs, log_probs: LogProbsOfRows) -> ToPairs:
 
 def keys_of(rows: Sequence[Row]) -> list[int]:
     """Return the digests of rows, by which their log-probs are kept."""
-    return data.digests(data.StoredRows(data.ReadInFull([rows])))[1].tolist()
+    return [int.from_bytes(bytes.fromhex(data.row_digest(row)), "little") for row in rows]
 
 
 def read_or_compute(

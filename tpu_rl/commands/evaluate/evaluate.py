@@ -629,7 +629,7 @@ def report_ranking(flags: Flags) -> None:
     context, params, step = load_run(flags.model)
     print(f"{flags.model}, step {step}")
     stage = stages.of_run(context.config, context.run_dir, step)[-1]
-    given = of_pairs.require_pairs(context.config, context.language.tokenizer, context.run_dir)
+    given = of_pairs.require_pairs(context.config, context.language.tokenizer)
     if not given.held_out:
         raise InputError("the run held out no pairs", where=flags.model, fix="give --reward")
     with jax.set_mesh(context.mesh):

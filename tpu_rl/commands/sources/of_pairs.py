@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
 from tpu_rl.experience import reference_log_probs, source
-from tpu_rl.experience.rows import dataset_identity, tasks
+from tpu_rl.experience.rows import tasks
 from tpu_rl.experience.source import Source
 from tpu_rl.experience.sources import pairs, rollouts
-from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params
 
@@ -48,17 +46,8 @@ def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
             only_needed=config.rollout.dynamic_sampling_size == "needed",
             make=partial(pairs.sampled_pairs, graded=spec.graded),
         )
-    given = require_pairs(config, context.language.tokenizer, context.run_dir)
-    stream = dataset_identity.make_stream(
-        given.train,
-        spec,
-        batch_size=config.batch.prompts,
-        seed=config.seed,
-        run_dir=context.run_dir,
-        data_path=config.data.path,
-        accept_change=config.accept_dataset_change,
-        weights=config.data.weights,
-    )
+    given = require_pairs(config, context.language.tokenizer)
+    stream = compose.row_stream(context, stage, rows=given.train)
     # What a later stage begins with is gone when it is resumed, so it keeps the values of all rows.
     rows = given.usable
     if stage.first == 1:
@@ -77,12 +66,9 @@ def whole_batches(rows: Sequence[Row], batch_size: int) -> Sequence[Row]:
     return data.take(rows, np.arange(count) % max(len(rows), 1))
 
 
-def given_pairs(
-    config: ExperimentConfig, tokenizer: Tokenizer, run_dir: Path | None = None
-) -> pairs.GivenPairs:
+def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
     """Return the pairs of the data that can be trained on, and those that cannot.
 
-    A run of an earlier version, which had checked all pairs of a large file, goes on to do so.
     Raises InputError if the data hold no pairs.
     """
     if not isinstance(config.data, FileData):
@@ -93,31 +79,24 @@ def given_pairs(
             "or sample them: --algorithm.pairs reference",
         )
     spec = config.algorithm.experience
-    in_full = run_dir is not None and processes.from_first(
-        lambda: dataset_identity.is_read_in_full(run_dir, spec)
-    )
     settings = (config.data, spec, config.evaluation.rows, config.sampling, config.batch)
     # Training, evaluations and the audit of a run ask for the same pairs.
     for last_tokenizer, last_settings, given in _LAST:
-        has_all = not in_full or given.num_checked == len(given.rows)
-        if last_tokenizer is tokenizer and last_settings == settings and has_all:
+        if last_tokenizer is tokenizer and last_settings == settings:
             return given
-    train, held_out = tasks.file_rows(*settings[:3])
-    if in_full:
-        train, held_out = (data.StoredRows(data.ReadInFull([rows])) for rows in (train, held_out))
-    given = pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch)
+    given = pairs.usable_pairs(
+        *tasks.file_rows(*settings[:3]), tokenizer, config.sampling, config.batch
+    )
     _LAST[:] = [(tokenizer, settings, given)]
     return given
 
 
-def require_pairs(
-    config: ExperimentConfig, tokenizer: Tokenizer, run_dir: Path | None = None
-) -> pairs.GivenPairs:
+def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
     """Return `given_pairs`, and print how many were dropped.
 
     Raises InputError if no training pair is left.
     """
-    given = given_pairs(config, tokenizer, run_dir)
+    given = given_pairs(config, tokenizer)
     for reason in given.reasons:
         count = sum(other == reason for _, other in given.dropped)
         print(f"warning: {count} of {given.num_checked} pairs dropped: {reason}", file=sys.stderr)

@@ -140,15 +140,7 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
         )
     if compose.learns_from_given_pairs(stage):
         return of_pairs.require_pairs(config, tokenizer).train
-    return tasks.usable_rows(
-        config.data,
-        spec,
-        tokenizer,
-        seed=config.seed,
-        num_held_out=config.evaluation.rows,
-        max_prompt_tokens=compose.prompt_room(config, tokenizer),
-        rows_in_checkpoints=compose.rows_in_checkpoints(config),
-    )
+    return compose.usable_rows(config, stage, tokenizer)
 
 
 def check_encoding(

@@ -109,13 +109,6 @@ def digests_file(run_dir: Path, spec: ExperienceSpec) -> Path:
     return run_dir / "data" / f"{name}.npz"
 
 
-def is_read_in_full(run_dir: Path, spec: ExperienceSpec) -> bool:
-    """Return True if a run is resumed whose digests are about the values of all its rows."""
-    path = digests_file(run_dir, spec)
-    has_begun = path.exists() and newest_checkpoint(run_dir) >= 0
-    return has_begun and not read(path).fingerprint.startswith(data.OF_BYTES)
-
-
 def describe_change(previous: np.ndarray, current: np.ndarray) -> tuple[str, int]:
     """Return (what changed, index of the first row that differs or that only one side has)."""
     num_shared = min(len(previous), len(current))

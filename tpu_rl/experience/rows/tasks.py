@@ -1,8 +1,6 @@
 """The data rows that a run trains on and is evaluated on.
 
 They come from a task that makes its own problems (`tpu_rl.wings.TASKS`), or from files.
-`make_stream` is the whole way from the data's configuration to an endless stream of batches of
-rows; the other functions are its parts.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,62 +21,10 @@ from tpu_rl.data import Row, Rows, shapes
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData, FlipConfig
-from tpu_rl.experience.rows import dataset_identity, last_text
+from tpu_rl.experience.rows import last_text
 from tpu_rl.rollout import prompts
-from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
-
-
-def make_stream(
-    data_config: DataConfig,
-    spec: ExperienceSpec,
-    tokenizer: Tokenizer,
-    *,
-    batch_size: int,
-    seed: int,
-    num_held_out: int,
-    max_prompt_tokens: int,
-    run_dir: Path,
-    accept_dataset_change: bool = False,
-    rows_in_checkpoints: bool = False,
-) -> data.RowStream:
-    """Return the training rows, endlessly, in batches.
-
-    Args:
-        data_config: a task's settings, or files.
-        seed: seed of the problems of a task, and of the order of rows.
-        num_held_out: rows of a file that are held out, if no other file has the held-out rows.
-        max_prompt_tokens: rows of a file with a longer prompt are dropped, with a warning.
-        run_dir: the run folder. It keeps digests of the rows of a file.
-        accept_dataset_change: whether a resumed run may go on with rows that changed.
-        rows_in_checkpoints: whether checkpoints contain rows, which must then be JSON values.
-
-    Raises:
-        InputError: if the data cannot be used, or changed since the run began.
-    """
-    rows: Any = usable_rows(
-        data_config,
-        spec,
-        tokenizer,
-        seed=seed,
-        num_held_out=num_held_out,
-        max_prompt_tokens=max_prompt_tokens,
-        rows_in_checkpoints=rows_in_checkpoints,
-        in_full=processes.from_first(lambda: dataset_identity.is_read_in_full(run_dir, spec)),
-    )
-    if task_of(data_config) is not None:
-        return data.stream(rows, seed, batch_size)
-    return dataset_identity.make_stream(
-        rows,
-        spec,
-        batch_size=batch_size,
-        seed=seed,
-        run_dir=run_dir,
-        data_path=data_config.path,
-        accept_change=accept_dataset_change,
-        weights=data_config.weights,
-    )
 
 
 def usable_rows(
@@ -91,11 +36,18 @@ def usable_rows(
     num_held_out: int,
     max_prompt_tokens: int,
     rows_in_checkpoints: bool = False,
-    in_full: bool = False,
 ) -> Rows:
-    """Return the training rows that `make_stream` streams. The arguments are those.
+    """Return the training rows that a run streams.
 
-    `in_full` reads all rows of large files before, as runs of earlier versions did.
+    Args:
+        data_config: a task's settings, or files.
+        seed: seed of the problems of a task.
+        num_held_out: rows of a file that are held out, if no other file has the held-out rows.
+        max_prompt_tokens: rows of a file with a longer prompt are dropped, with a warning.
+        rows_in_checkpoints: whether checkpoints contain rows, which must then be JSON values.
+
+    Raises:
+        InputError: if the data cannot be used.
     """
     if task_of(data_config) is not None:
         problems = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
@@ -103,8 +55,6 @@ def usable_rows(
             require_json([problems[0]])  # They have the same columns.
         return problems
     rows = file_rows(data_config, spec, num_held_out)[0]
-    if in_full:
-        rows = data.StoredRows(data.ReadInFull([rows]))
     if spec.kind is not Demonstrations and "prompt" in rows[0]:
         rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
     if data_config.weights:
