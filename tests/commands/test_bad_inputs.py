@@ -186,7 +186,7 @@ ROWS = {
 def test_files_and_rows(tmp_path, number):
     path = tmp_path / "rows.jsonl"
     if number == 25:
-        columns, message, where = ("prompt",), "a pattern, not a file", tmp_path / "*.parquet"
+        columns, message, where = ("prompt",), "no file matches the pattern", tmp_path / "*.parquet"
         path = where
     else:
         row, columns, message = ROWS[number]

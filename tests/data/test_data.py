@@ -71,9 +71,9 @@ def test_line_separators_of_unicode_do_not_end_a_line(tmp_path):
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
         (b"<!DOCTYPE html>\n<html>", "is HTML"),
         (b'\n [{"prompt": "a"}]', "is one JSON array"),
-        (b'{\n  "prompt": "a"\n}\n', "spread over lines"),
-        (b"prompt,answer\na,b\n", "looks like CSV"),
-        (b"hello\n", "is not JSON"),
+        (b'{\n  "prompt": "a"\n}\n', "jq -c"),
+        (b"prompt,answer\na,b\n", "name a table .csv"),
+        (b"hello\n", "not a row in JSON"),
         (b"PAR1 and then nothing", "damaged Parquet"),
     ],
 )

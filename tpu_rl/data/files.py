@@ -334,12 +334,8 @@ def _existing_file(file: Path) -> Path:
             if names
             else "give a JSONL or Parquet file",
         )
-    if glob.has_magic(str(file)) and not file.exists():
-        raise InputError(
-            "the data path is a pattern, not a file, and nothing matches it",
-            where=str(file),
-            fix="correct the pattern, or give a file's name",
-        )
+    if not file.exists() and glob.has_magic(str(file)):
+        raise missing_file("no file matches the pattern", file, otherwise="correct it")
     if not file.exists():
         raise missing_file("no such data file", file)
     if not file.is_file():
@@ -370,27 +366,11 @@ _OTHER_FORMATS = {
 
 
 def _refuse_other_formats(file: Path, content: bytes) -> None:
-    """Raise InputError if the content is not lines of JSON."""
+    """Raise InputError if the content is known to be something else than lines of JSON."""
     start = content.removeprefix(BOM)
     for magic, (name, fix) in _OTHER_FORMATS.items():
         if content.startswith(magic) or start.lstrip().startswith(magic):
             raise InputError(f"the data file is {name}", where=str(file), fix=fix)
-    first = start.lstrip().partition(b"\n")[0].strip()
-    if first == b"{":
-        raise InputError(
-            "the data file holds JSON spread over lines",
-            where=str(file),
-            why="its first line is an opening brace alone",
-            fix="write one object per line: jq -c .",
-        )
-    if first and not first.startswith(b"{"):
-        looks = "looks like CSV" if b"," in first or b"\t" in first else "is not JSON"
-        raise InputError(
-            f"the data file {looks}",
-            where=f"{file}:1",
-            why=repr(first[:80].decode("utf-8", "replace")),
-            fix="write one JSON object per line",
-        )
 
 
 OTHER_NAMES = {

@@ -20,6 +20,7 @@ from tpu_rl.data.stored_rows import (
     Given,
     Numbered,
     Row,
+    Source,
     half_a_character,
     not_text,
     require_dict,
@@ -34,7 +35,7 @@ MAX_BLOCK = 2**24
 BOM = b"\xef\xbb\xbf"
 
 
-class JsonLines:
+class JsonLines(Source):
     """The lines of a file, each a JSON object. They are refused once they have changed there."""
 
     def __init__(self, file: IO[bytes], name: Path):
@@ -155,7 +156,8 @@ def _row(line: bytes, where: str, is_last: bool) -> Row:
         raise half_a_character(error, where) from error
     except (ValueError, RecursionError) as error:
         is_cut = is_last and isinstance(error, json.JSONDecodeError)
-        remedy = "copy or download the file again" if is_cut else "write one JSON object per line"
+        remedy = "write one JSON object per line (jq -c .), name a table .csv"
+        remedy = "copy or download the file again" if is_cut else remedy
         raise InputError(
             "the last line is cut off" if is_cut else "not a row in JSON",
             where=where,

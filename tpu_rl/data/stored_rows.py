@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import numpy as np
 
@@ -27,22 +27,35 @@ CHUNK = 1024
 """Rows that are decoded at once where rows are read one after the other."""
 
 
-class Source(Protocol):
+class Source:
     """Rows by number, once `scan` has come to its end."""
 
-    def scan(self) -> Numbered: ...
+    def scan(self) -> Numbered:
+        raise NotImplementedError
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def __getitem__(self, index: int, /) -> Row: ...
+    def __getitem__(self, index: int, /) -> Row:
+        raise NotImplementedError
 
-    def where(self, index: int) -> str: ...
+    def where(self, index: int) -> str:
+        """Return the file and the line, or the like, of a row."""
+        return f"row {index + 1}"
+
+    def part_numbers(self) -> np.ndarray:
+        """Return [rows] int; see the function of this name."""
+        return np.zeros(len(self), int)
+
+    def checksums(self) -> np.ndarray | None:
+        """Return [rows] uint64 or None; see the function of this name."""
+        return None
 
 
 # --- sources ---
 
 
-class Given:
+class Given(Source):
     """Rows of a sequence of a program or a library, or of a file that was read whole."""
 
     def __init__(self, rows: Sequence[Any], where: Callable[[int], str]):
@@ -150,7 +163,7 @@ def not_text(error: UnicodeDecodeError, where: str) -> InputError:
     )
 
 
-class ArrowRows:
+class ArrowRows(Source):
     """Rows of batches of Arrow, in memory or mapped into it."""
 
     def __init__(self, batches: Sequence[Any], where: Callable[[int], str]):
@@ -207,7 +220,7 @@ def _without_added_nulls(row: Row) -> Row:
     return row | changed if changed else row
 
 
-class Joined:
+class Joined(Source):
     """The rows of several sequences, one after the other."""
 
     def __init__(self, parts: Sequence[Any], numbers: Sequence[int] | None = None):
@@ -267,7 +280,7 @@ class WithNumber(Joined):
 # --- what others see ---
 
 
-class StoredRows(Sequence[Row]):
+class StoredRows(Sequence[Row], Source):
     """Rows of a source, or some of them, each changed by functions when it is asked for."""
 
     def __init__(
@@ -294,15 +307,12 @@ class StoredRows(Sequence[Row]):
         return StoredRows(self._source, chosen, self._functions, self.columns)
 
     def where(self, index: int) -> str:
-        """Return the file and the line, or the like, of a row."""
         return where_of(self._source, int(self._indices[index]))
 
     def part_numbers(self) -> np.ndarray:
-        """Return [rows] int; see the function of this name."""
         return part_numbers(self._source)[np.asarray(self._indices, np.int64)]
 
     def checksums(self) -> np.ndarray | None:
-        """Return [rows] uint64 or None; see the function of this name."""
         of_source = checksums(self._source)
         return None if of_source is None else of_source[np.asarray(self._indices, np.int64)]
 
@@ -331,39 +341,12 @@ class StoredRows(Sequence[Row]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  (equality is that of the rows)
 
 
-@runtime_checkable
-class Located(Protocol):
-    """Rows that know where each was read."""
-
-    def where(self, index: int) -> str:
-        """Return the file and the line, or the like, of a row."""
-        ...
-
-
-@runtime_checkable
-class OfParts(Protocol):
-    """Rows that know of which part of a path each is."""
-
-    def part_numbers(self) -> np.ndarray:
-        """Return [rows] int; see the function of this name."""
-        ...
-
-
-@runtime_checkable
-class Checksummed(Protocol):
-    """Rows that may be checked when they are drawn."""
-
-    def checksums(self) -> np.ndarray | None:
-        """Return [rows] uint64 or None; see the function of this name."""
-        ...
-
-
 def checksums(rows: Any) -> np.ndarray | None:
     """Return [rows] uint64, of the bytes of each row, of rows that are checked when they are drawn.
 
     None: all rows were read and checked before.
     """
-    return rows.checksums() if isinstance(rows, Checksummed) else None
+    return rows.checksums() if isinstance(rows, Source) else None
 
 
 FIRST_ROWS = 500
@@ -384,12 +367,12 @@ def sample(rows: Sequence[Row]) -> Sequence[Row]:
 
 def where_of(rows: Any, index: int) -> str:
     """Return where a row was read, or its number if it was made."""
-    return rows.where(index) if isinstance(rows, Located) else f"row {index + 1}"
+    return rows.where(index) if isinstance(rows, Source) else f"row {index + 1}"
 
 
 def part_numbers(rows: Any) -> np.ndarray:
     """Return [rows] int: of which part of a path, with commas between parts, each row is."""
-    return rows.part_numbers() if isinstance(rows, OfParts) else np.zeros(len(rows), int)
+    return rows.part_numbers() if isinstance(rows, Source) else np.zeros(len(rows), int)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ of rows that further steps draw.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ import numpy as np
 
 from tpu_rl import data
 from tpu_rl.data import Row
-from tpu_rl.errors import DamagedDataError, InputError, refused
-from tpu_rl.experience import text_log_probs
+from tpu_rl.errors import InputError
+from tpu_rl.experience import array_files, text_log_probs
 from tpu_rl.experience.sources.pairs import ToPairs
 from tpu_rl.runtime import processes
 from tpu_rl.types import Params
@@ -117,17 +116,14 @@ def read_or_compute(
 def write(path: Path, model: str, log_probs: LogProbsOfRows) -> None:
     """Write the file completely or not at all. `model` is the digest of the reference."""
     completions = [values for of_row in log_probs.values() for values in of_row]
-    unfinished = path.with_suffix(f".{processes.index()}.tmp")
-    with unfinished.open("wb") as file:
-        np.savez(
-            file,
-            model=np.array(model),
-            rows=np.array(list(log_probs), np.uint64),
-            log_probs=np.concatenate(completions),
-            lengths=np.array([len(values) for values in completions]),
-            completions=np.array([len(of_row) for of_row in log_probs.values()]),
-        )
-    unfinished.replace(path)
+    arrays = {
+        "model": np.array(model),
+        "rows": np.array(list(log_probs), np.uint64),
+        "log_probs": np.concatenate(completions),
+        "lengths": np.array([len(values) for values in completions]),
+        "completions": np.array([len(of_row) for of_row in log_probs.values()]),
+    }
+    array_files.write(path, arrays)
 
 
 def read(path: Path) -> tuple[str, LogProbsOfRows]:
@@ -135,20 +131,14 @@ def read(path: Path) -> tuple[str, LogProbsOfRows]:
 
     Raises DamagedDataError if the file cannot be read.
     """
-    with (
-        refused(
-            (OSError, ValueError, KeyError, zipfile.BadZipFile),
-            "the reference's log-probs are damaged",
-            where=str(path),
-            fix="delete it: it is computed again",
-            kind=DamagedDataError,
-        ),
-        path.open("rb") as opened,
-        np.load(opened) as arrays,
-    ):
-        model = str(arrays["model"])
-        rows = arrays["rows"].tolist()
-        completions = np.split(arrays["log_probs"], np.cumsum(arrays["lengths"])[:-1])
-        ends = np.cumsum(arrays["completions"])
+    arrays = array_files.read(
+        path,
+        ("model", "rows", "log_probs", "lengths", "completions"),
+        "the reference's log-probs are damaged",
+        "delete it: it is computed again",
+    )
+    rows = arrays["rows"].tolist()
+    completions = np.split(arrays["log_probs"], np.cumsum(arrays["lengths"])[:-1])
+    ends = np.cumsum(arrays["completions"])
     of_rows = [list(completions[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
-    return model, dict(zip(rows, of_rows, strict=True))
+    return str(arrays["model"]), dict(zip(rows, of_rows, strict=True))

@@ -20,7 +20,8 @@ import numpy as np
 from tpu_rl import data, run_files
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data import Row
-from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.errors import InputError
+from tpu_rl.experience import array_files
 from tpu_rl.runtime import agreement, processes
 
 CHANGES_FILE = "dataset_changes.jsonl"
@@ -99,7 +100,7 @@ def compare_or_write(
         details = {"what": change, "first_row": first_row + 1, "checkpoint": checkpoint}
         record_change(run_dir, name, previous, current, details)
     if not is_same:
-        write(path, current)
+        array_files.write(path, current._asdict())
     return earlier_fingerprints(run_dir, name)
 
 
@@ -154,27 +155,13 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 def read(path: Path) -> Digests:
     """Return the digests of a file. Raises DamagedDataError if it cannot be read."""
-    try:
-        # numpy leaves a file open if it cannot read it.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return Digests(str(arrays["fingerprint"]), arrays["of_rows"])
-    # zipfile, zlib and numpy each raise their own errors for damaged files.
-    except Exception as error:
-        raise DamagedDataError(
-            "the digests of the training rows cannot be read",
-            where=str(path),
-            why=str(error),
-            fix="delete the file: the rows are then only checked as a whole, when the run resumes",
-        ) from error
-
-
-def write(path: Path, digests: Digests) -> None:
-    """Write the digests in one atomic step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.savez(file, fingerprint=digests.fingerprint, of_rows=digests.of_rows)
-    temporary.replace(path)
+    arrays = array_files.read(
+        path,
+        Digests._fields,
+        "the digests of the training rows cannot be read",
+        "delete the file: the rows are then only checked as a whole, when the run resumes",
+    )
+    return Digests(str(arrays["fingerprint"]), arrays["of_rows"])
 
 
 def record_change(

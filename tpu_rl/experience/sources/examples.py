@@ -45,44 +45,39 @@ def of_row(
         row: a row with the columns of `spec`.
     """
     max_length = max_prompt_tokens + max_new_tokens
-    if spec.source == "demonstrations" or (spec.source == "completions" and not spec.sampled_by):
-        texts = data.demonstrations([row], tokenizer, max_length)
-        weights = np.asarray(texts.weights[0]) if texts.weights is not None else []
-        names = {1.0: LEARNED, -1.0: "forgotten"}
-        notes = [names.get(float(weight), f"weight {weight:g}") for weight in weights]
-        notes = [note if weight else "" for note, weight in zip(notes, weights, strict=True)]
-        return [_noted("demonstration", texts.tokens[0], notes, tokenizer)]
-    if spec.source == "pairs" and spec.sampled_by is None:
-        pair = data.pairs([row], tokenizer, max_length)
-        titles = [f"label {bool(row['label'])}" if "label" in row else f"score {row.get('score')}"]
-        titles = ["chosen", "rejected"] if "chosen" in row else titles
-        return [
-            _example(title, pair.tokens, pair.action_mask, index, tokenizer)
-            for index, title in enumerate(titles)
-        ]
-    if spec.source == "step_labels" and spec.sampled_by is None:
-        steps = data.steps([row], tokenizer, max_length)
-        labels = np.where(np.asarray(steps.returns[0]) > 0, "right", "wrong")
-        notes = np.where(np.asarray(steps.action_mask[0]), labels, "")
-        return [_noted("labeled steps", steps.tokens[0], notes.tolist(), tokenizer)]
-    if spec.source == "scored_completions" and spec.sampled_by is None:
-        size = len(row["completions"])
-        scored = data.scored_completions([row], tokenizer, max_length, size)
-        return [
-            _example(f"score {score:g}", scored.tokens, scored.action_mask, index, tokenizer)
-            for index, score in enumerate(row["scores"])
-        ]
-    ids = tokenizer.encode_row(row).ids
-    completion = Span(f"a completion of at most {max_new_tokens} tokens", f"sampled, {LEARNED}")
-    example = _noted("prompt", ids, [""] * len(ids), tokenizer)
-    return [example._replace(spans=[*example.spans, completion])]
-
-
-def _example(title: str, tokens: Any, mask: Any, index: int, tokenizer: Tokenizer) -> Example:
-    """Return a row of arrays [N, T], without its padding, and with what is learned."""
-    learned = np.asarray(mask[index])
-    notes = [LEARNED if is_learned else "" for is_learned in learned]
-    return _noted(title, tokens[index], notes, tokenizer)
+    is_given = spec.sampled_by is None
+    if spec.source == "demonstrations" or (spec.source == "completions" and is_given):
+        texts: Any = data.demonstrations([row], tokenizer, max_length)
+        names = {0.0: "", 1.0: LEARNED, -1.0: "forgotten"}
+        weights = [float(weight) for weight in texts.weights[0]]
+        notes = [[names.get(weight, f"weight {weight:g}") for weight in weights]]
+        titles = ["demonstration"]
+    elif spec.source == "step_labels" and is_given:
+        texts = data.steps([row], tokenizer, max_length)
+        labels = np.where(texts.returns > 0, "right", "wrong")
+        notes = np.where(texts.action_mask, labels, "").tolist()
+        titles = ["labeled steps"]
+    elif spec.source in ("pairs", "scored_completions") and is_given:
+        if spec.source == "pairs":
+            texts = data.pairs([row], tokenizer, max_length)
+            graded = (
+                f"label {bool(row['label'])}" if "label" in row else f"score {row.get('score')}"
+            )
+            titles = ["chosen", "rejected"] if "chosen" in row else [graded]
+        else:
+            size = len(row["completions"])
+            texts = data.scored_completions([row], tokenizer, max_length, size)
+            titles = [f"score {score:g}" for score in row["scores"]]
+        notes = np.where(texts.action_mask, LEARNED, "").tolist()
+    else:
+        ids = tokenizer.encode_row(row).ids
+        completion = Span(f"a completion of at most {max_new_tokens} tokens", f"sampled, {LEARNED}")
+        example = _noted("prompt", ids, [""] * len(ids), tokenizer)
+        return [example._replace(spans=[*example.spans, completion])]
+    return [
+        _noted(title, tokens, of_text, tokenizer)
+        for title, tokens, of_text in zip(titles, texts.tokens, notes, strict=True)
+    ]
 
 
 def _noted(title: str, tokens: Any, notes: Sequence[str], tokenizer: Tokenizer) -> Example:

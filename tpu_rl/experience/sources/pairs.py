@@ -137,7 +137,7 @@ def usable_pairs(
     )
 
 
-class _Positions:
+class _Positions(stored_rows.Source):
     """Rows whose only column is their position among others, for streams that read no row."""
 
     def __init__(self, rows: Sequence[Row]):

@@ -22,11 +22,9 @@ the prompts dropped.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +35,8 @@ import numpy as np
 
 from tpu_rl import data, sampler
 from tpu_rl.data import Row
-from tpu_rl.errors import DamagedDataError, InputError, refused
+from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.experience import array_files
 from tpu_rl.experience.rows import dataset_identity
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.rollout import prompts, records, scoring
@@ -421,12 +420,7 @@ def sample_records(round_: Round, decode: Callable[..., str], step: int) -> list
 
 def write(path: Path, round_: Round) -> None:
     """Write the file of a round completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = io.BytesIO()
-    np.savez_compressed(content, **round_._asdict())
-    unfinished = path.with_suffix(f".{processes.index()}.tmp")
-    unfinished.write_bytes(content.getvalue())
-    unfinished.replace(path)
+    array_files.write(path, round_._asdict())
 
 
 def read(path: Path) -> tuple[Round, str]:
@@ -434,14 +428,10 @@ def read(path: Path) -> tuple[Round, str]:
 
     Raises DamagedDataError if the file is missing or cannot be read.
     """
-    with refused(
-        (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
+    arrays = array_files.read(
+        path,
+        Round._fields,
         "a round of Q# examples cannot be read",
-        where=str(path),
-        fix="restore the file, or begin a new run",
-        kind=DamagedDataError,
-    ):
-        content = path.read_bytes()
-        with np.load(io.BytesIO(content)) as arrays:
-            round_ = Round(**{name: arrays[name] for name in Round._fields})
-    return round_, hashlib.sha256(content).hexdigest()
+        "restore the file, or begin a new run",
+    )
+    return Round(**arrays), hashlib.sha256(path.read_bytes()).hexdigest()
