@@ -116,6 +116,6 @@ def test_a_task_labels_steps_by_the_text_of_a_conversation():
 def test_what_cannot_label_steps_is_refused():
     with pytest.raises(InputError, match="no continuations"):
         ProcessRewardConfig(continuations=8)
-    with pytest.raises(InputError, match="nothing judges"):
+    with pytest.raises(InputError, match="nothing says which steps are right"):
         step_labels.require_steps(FileData(), "reference", "monte_carlo", is_judged=False)
     step_labels.require_steps(FileData(), "reference", "monte_carlo")

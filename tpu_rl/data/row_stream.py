@@ -200,18 +200,10 @@ def stream(
             Empty: rows count alike. The stream is then endless.
 
     Raises:
-        InputError: if the batch size is below 1, there are no rows, or a part with a weight has
-            none.
+        InputError: if there are no rows, or a part with a weight has none.
     """
     import grain
 
-    if batch_size < 1:
-        raise InputError(
-            f"the batch size is {batch_size}",
-            where="--batch.prompts",
-            why="a batch has 1 row or more",
-            fix="use at least 1",
-        )
     if len(source) == 0:
         raise InputError(
             "the data have 0 rows",

@@ -51,36 +51,38 @@ class Arithmetic:
 
     def __post_init__(self):
         num_lengths = self.max_terms - self.min_terms + 1
-        if self.min_terms < 2 or num_lengths < 1:
-            raise InputError(
-                f"expressions of {self.min_terms} to {self.max_terms} terms are impossible",
-                where="min_terms, max_terms",
-                why="an expression has at least 2 terms",
-                fix="use 2 <= min_terms <= max_terms",
-            )
-        if self.max_value < self.max_terms:
-            raise InputError(
-                f"max_value is {self.max_value}, with expressions of up to {self.max_terms} terms",
-                where="max_value, max_terms",
-                why="no term comes twice in an expression",
-                fix="raise max_value, or lower max_terms",
-            )
-        if not self.operators or not set(self.operators) <= set("+-*"):
-            raise InputError(
+        lengths = f"{self.min_terms} to {self.max_terms} terms"
+        shares = self.length_shares
+        for is_wrong, what, where, fix in (
+            (
+                self.min_terms < 2 or num_lengths < 1,
+                f"expressions of {lengths} are impossible",
+                "min_terms, max_terms",
+                "use 2 <= min_terms <= max_terms",
+            ),
+            (
+                self.max_value < self.max_terms,
+                f"max_value is {self.max_value}, and no term comes twice in expressions of "
+                f"{lengths}",
+                "max_value, max_terms",
+                "raise max_value, or lower max_terms",
+            ),
+            (
+                not self.operators or not set(self.operators) <= set("+-*"),
                 f"the operators {self.operators!r} are not known",
-                where="operators",
-                fix="give one or more of + - *",
-            )
-        if self.length_shares and (
-            len(self.length_shares) != num_lengths or not _is_distribution(self.length_shares)
+                "operators",
+                "give one or more of + - *",
+            ),
+            (
+                bool(shares) and (len(shares) != num_lengths or not _is_distribution(shares)),
+                f"length_shares {shares} must be {num_lengths} numbers, none negative and not all "
+                "zero",
+                "length_shares",
+                f"give one number for each of {lengths}",
+            ),
         ):
-            raise InputError(
-                f"length_shares {self.length_shares} must be {num_lengths} numbers, "
-                "none negative and not all zero",
-                where="length_shares",
-                why=f"expressions have {self.min_terms} to {self.max_terms} terms",
-                fix="give one number for each number of terms",
-            )
+            if is_wrong:
+                raise InputError(what, where=where, fix=fix)
 
 
 @dataclass(frozen=True)

@@ -134,17 +134,12 @@ def render(
             _endless[template] = error
         raise error
     text, error, spans = reply
-    if text is None and error.startswith("TemplateSyntaxError"):
-        raise InputError(
-            "the chat template is broken",
-            where="the model's chat template",
-            why=error,
-            fix="correct it, or give another: --tokenizer.chat-template FILE",
-        )
     if text is None:
+        is_broken = error.startswith("TemplateSyntaxError")
+        roles = ", ".join(str(message["role"]) for message in messages)
         raise InputError(
-            "the chat template refuses a conversation",
-            where=f"roles {', '.join(str(message['role']) for message in messages)}",
+            f"the chat template {'is broken' if is_broken else 'refuses a conversation'}",
+            where="the chat template" if is_broken else f"the chat template, roles {roles}",
             why=error,
             fix="use the roles and the order that the template requires (a system message may be "
             "the beginning of the user's), or another template: --tokenizer.chat-template FILE",

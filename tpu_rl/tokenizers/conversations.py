@@ -293,20 +293,14 @@ def _map_strings(value: Any, function: Any, roles: bool = False) -> Any:
 
 def require_messages(messages: list[Message]) -> None:
     """Raise InputError if the list is empty, or one of its items is not a message."""
-    if not messages:
-        raise InputError(
-            "the conversation has no messages",
-            why="the list is empty",
-            fix="add a message, or drop the row",
-        )
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages or [None], start=1):
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
             or not ("content" in message or message.get("tool_calls"))
         ):
             raise InputError(
-                "a message is an object with `role` and `content`",
+                "a conversation has messages, each an object with `role` and `content`",
                 where=f"message {number}: {json.dumps(message, default=str)[:120]}",
                 why="a chat template reads both",
                 fix='as in {"role": "user", "content": "..."}',

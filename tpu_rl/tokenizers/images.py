@@ -388,16 +388,9 @@ def _processor(directory: str, pixels: Pixels = (None, None)) -> Any:
     `ImageReader.processor`."""
     from transformers import AutoImageProcessor
 
-    if not any((Path(directory) / name).is_file() for name in PROCESSOR_FILES):
-        raise InputError(
-            "the model's directory does not say how images become pixels",
-            where=directory,
-            why=f"there is no {' or '.join(PROCESSOR_FILES)}",
-            fix="download preprocessor_config.json with the model",
-        )
     with refused(
         (OSError, ValueError, TypeError, KeyError, ImportError),
-        "the image processor cannot be made",
+        "the model's directory does not say how images become pixels",
         where=directory,
         fix="use the preprocessor_config.json that was published with the model",
     ):

@@ -188,12 +188,7 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     except InputError as error:
         # A template may refuse a conversation, but it must be a template.
         if error.why.startswith("TemplateSyntaxError"):
-            raise InputError(
-                "the chat template is broken",
-                where=f"{file}, {flag}",
-                why=error.why,
-                fix="correct the template",
-            ) from error
+            raise error.within(f"{file}, {flag}") from error
     return tokenizer
 
 

@@ -122,29 +122,22 @@ def require_steps(
         InputError: if neither the data nor their task say which steps are right, or if
             continuations are to say it and nothing judges them.
     """
+    why = "a file has columns prompt, completions (the steps) and labels; of tasks only "
+    why += f"{', '.join(name for name, task in TASKS.items() if task.label_steps)} knows them"
+    fix = "give such a --data.path with --algorithm.steps given, or arithmetic with "
+    fix += "--algorithm.steps reference"
+    task = task_of(data_config)
     if steps == "monte_carlo":
-        if not is_judged:
-            raise InputError(
-                "nothing judges the continuations of steps",
-                where="--algorithm.steps monte_carlo",
-                why="a step is as good as the rewards of what follows",
-                fix="give --reward",
-            )
-        return
-    if sampled_by is None:
+        is_labeled = is_judged
+        why = "a step is as good as the rewards of what follows"
+        fix = "give --reward"
+    elif sampled_by is None:
         is_labeled = isinstance(data_config, FileData) and data_config.format == "plain"
     else:
-        task = task_of(data_config)
         is_labeled = task is not None and task.label_steps is not None
     if not is_labeled:
-        labeling = ", ".join(name for name, task in TASKS.items() if task.label_steps is not None)
         raise InputError(
-            "nothing says which steps are right",
-            where="--algorithm.steps",
-            why="a file has columns prompt, completions (the steps) and labels; "
-            f"of tasks only {labeling} knows them",
-            fix="give such a --data.path with --algorithm.steps given, "
-            "or arithmetic with --algorithm.steps reference",
+            "nothing says which steps are right", where="--algorithm.steps", why=why, fix=fix
         )
 
 
