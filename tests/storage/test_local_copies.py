@@ -106,8 +106,8 @@ def test_rows_of_several_objects_are_read(fake):
     [
         ("gs://bucket/rows/none.jsonl", "no such object"),
         ("gs://bucket/rows/*.jsonl", "no object matches the pattern"),
-        ("gs://bucket/*/a.jsonl", "only the last part"),
-        ("gs://bucket/a.jsonl", "in no folder of its bucket"),
+        ("gs://bucket/*/a.jsonl", "only its last part"),
+        ("gs://bucket/a.jsonl", "no object in a folder of a bucket"),
     ],
 )
 def test_no_rows_are_an_input_error(fake, address, words):

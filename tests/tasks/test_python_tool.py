@@ -11,6 +11,7 @@ from tpu_rl.environments import contract
 from tpu_rl.environments.pool import EnvironmentPool
 from tpu_rl.errors import MachineError
 from tpu_rl.rollout.conversations.episodes import Episodes
+from tpu_rl.sandbox import processes
 from tpu_rl.tasks import python_tool
 from tpu_rl.tasks.python_tool import PythonTool
 from tpu_rl.tokenizers import characters
@@ -74,6 +75,6 @@ def test_long_and_endless_outputs_are_cut(monkeypatch):
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):
-    monkeypatch.setattr(sandbox, "refusal", lambda: "no namespaces")
+    monkeypatch.setattr(processes, "refusal", lambda: "no namespaces")
     with pytest.raises(MachineError, match="cannot sandbox"):
         PythonTool()

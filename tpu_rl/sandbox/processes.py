@@ -129,15 +129,21 @@ def judge(
     return outcome.verdict or f"ended: the test ended with {outcome.ended or 'no verdict'}"
 
 
-def require() -> None:
-    """Raise MachineError if programs cannot be confined on this machine."""
+def require(where: str = "", or_flag: str = "--allow-unsandboxed-code") -> None:
+    """Raise MachineError if programs cannot be confined on this machine.
+
+    Args:
+        where: the flag that asks for it.
+        or_flag: the flag that runs programs with the rights of this user; "" if there is none.
+    """
     reason = refusal()
     if reason:
+        otherwise = f", or {or_flag} to run them with this user's rights" if or_flag else ""
         raise MachineError(
             "this machine cannot sandbox model-written programs",
+            where=where,
             why=reason,
-            fix="allow user namespaces, or --allow-unsandboxed-code to run them "
-            "with this user's rights",
+            fix=f"allow user namespaces{otherwise}",
         )
 
 

@@ -68,18 +68,12 @@ def files(address: str) -> tuple[Path, ...]:
         MachineError: the store refuses or does not answer, or the disk has no room.
     """
     parent, _, last = address.rpartition("/")
-    if glob.has_magic(parent):
+    if glob.has_magic(parent) or parent.count("/") < 3:
         raise InputError(
-            "a pattern in the name of a folder",
+            "the address names no object in a folder of a bucket",
             where=address,
-            why="only the last part of a gs:// address may have *, ? or []",
-            fix="give several addresses, separated by commas",
-        )
-    if parent.count("/") < 3:
-        raise InputError(
-            "the object is in no folder of its bucket",
-            where=address,
-            fix="move it into one, as in gs://bucket/folder/rows.jsonl",
+            why="only its last part may have *, ? or []",
+            fix="as in gs://bucket/folder/rows.jsonl, or several of them, separated by commas",
         )
     store = gcs.Store(parent, gcs.SHORT_RETRIES)
     if not glob.has_magic(last):

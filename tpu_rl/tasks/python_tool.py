@@ -10,7 +10,6 @@ from typing import Any
 
 from tpu_rl import sandbox
 from tpu_rl.environments.contract import PlainState
-from tpu_rl.errors import MachineError
 from tpu_rl.sandbox import SandboxLimits
 
 LIMITS = SandboxLimits(seconds=5.0, memory_mb=512, output_kb=64)
@@ -22,14 +21,7 @@ class PythonTool(PlainState):
     """The environment. Programs share nothing: each begins with an empty scope."""
 
     def __init__(self):
-        reason = sandbox.refusal()
-        if reason:
-            raise MachineError(
-                "this machine cannot sandbox model-written programs",
-                where="--environment python_tool",
-                why=reason,
-                fix="allow user namespaces",
-            )
+        sandbox.require("--environment python_tool", or_flag="")
 
     def reset(self, **row: Any) -> None:
         """Begin an episode. There is nothing to keep."""

@@ -179,12 +179,9 @@ def _collect_file(
 
 def join(rounds: Sequence[Round]) -> Round:
     """Return the examples of all rounds as one, with the other fields of the last."""
-    return rounds[-1]._replace(
-        tokens=np.concatenate([part.tokens for part in rounds]),
-        first=np.concatenate([part.first for part in rounds]),
-        ends=np.concatenate([part.ends for part in rounds]),
-        returns=np.concatenate([part.returns for part in rounds]),
-    )
+    names = ("tokens", "first", "ends", "returns")
+    arrays = {name: np.concatenate([part._asdict()[name] for part in rounds]) for name in names}
+    return rounds[-1]._replace(**arrays)
 
 
 def take(examples: Round, rows: np.ndarray) -> QExamples:
