@@ -141,15 +141,6 @@ def chance_to_win(opponent: Engine) -> Transform:
     return compare
 
 
-def most_varied(share: float) -> Transform:
-    """Build the filter `dynamic_sampling.keep_most_varied`."""
-
-    def keep(scored: Scored, step: int, state: TrainState) -> Scored:
-        return dynamic_sampling.keep_most_varied(scored, share)
-
-    return keep
-
-
 def normalized_rewards(terms: Sequence[rewards.RewardTerm]) -> Transform:
     """Build the transform that scales each reward in its group before the sum (GDPO, arXiv
     2601.05242, eq. 4 and 5).

@@ -189,47 +189,41 @@ def answer(shell: Shell, command: str) -> str:
 # --- tasks ---
 
 
+class Kind(NamedTuple):
+    """The texts of a kind of part, with the names of its fields in braces."""
+
+    asked: str
+    """The words that ask for it."""
+    look: str
+    """The command that finds the file; "" if there is nothing to find."""
+    act: str
+    """The command that does it, with the file at `path`."""
+
+
+KINDS = {
+    "move": Kind("move {file} to {directory}", "find {file}", "mv {path} {directory}"),
+    "copy": Kind("copy {file} to {directory}", "find {file}", "cp {path} {directory}"),
+    "rename": Kind("rename {file} to {new}", "find {file}", "mv {path} {parent}/{new}"),
+    "remove": Kind("remove {file}", "find {file}", "rm {path}"),
+    "remove_with": Kind("remove the file with {word}", "grep {word}", "rm {path}"),
+    "write": Kind("write {word} to {directory}/{new}", "", "echo {word} > {directory}/{new}"),
+}
+
+
 class Part(NamedTuple):
     """A part of a task."""
 
-    kind: Literal["move", "copy", "rename", "remove", "remove_with", "write"]
+    kind: str
+    """A key of `KINDS`."""
     file: str = ""
     directory: str = ""
     new: str = ""
     """The file's new name."""
     word: str = ""
 
-    def text(self) -> str:
-        """Return the words that ask for it."""
-        match self.kind:
-            case "move" | "copy":
-                return f"{self.kind} {self.file} to {self.directory}"
-            case "rename":
-                return f"rename {self.file} to {self.new}"
-            case "remove":
-                return f"remove {self.file}"
-            case "remove_with":
-                return f"remove the file with {self.word}"
-            case "write":
-                return f"write {self.word} to {self.directory}/{self.new}"
-
-    def look(self) -> str:
-        """Return the command that finds the file; "" if there is nothing to find."""
-        if self.kind == "write":
-            return ""
-        return f"grep {self.word}" if self.kind == "remove_with" else f"find {self.file}"
-
-    def act(self, path: str) -> str:
-        """Return the command that does it, with the file at this path."""
-        match self.kind:
-            case "move" | "copy":
-                return f"{'mv' if self.kind == 'move' else 'cp'} {path} {self.directory}"
-            case "rename":
-                return f"mv {path} {path.rpartition('/')[0]}/{self.new}"
-            case "remove" | "remove_with":
-                return f"rm {path}"
-            case "write":
-                return f"echo {self.word} > {self.directory}/{self.new}"
+    def written(self, text: str, path: str = "") -> str:
+        """Return a text of `KINDS` for this part, with the file at this path."""
+        return text.format(path=path, parent=path.rpartition("/")[0], **self._asdict())
 
 
 def outcome(part: Part, files: Files) -> Files | None:
@@ -267,7 +261,7 @@ class Problem(NamedTuple):
 
     def prompt(self) -> str:
         """Return the text that the policy reads first."""
-        asked = " and ".join(part.text() for part in self.parts)
+        asked = " and ".join(part.written(KINDS[part.kind].asked) for part in self.parts)
         return f"{' '.join(self.directories)}\n{asked}\n{PROMPT}"
 
     def goal(self) -> Files | None:
@@ -309,14 +303,15 @@ def use(
         return printed.removesuffix(PROMPT).strip()
 
     for part in parts:
-        look = part.look()
+        kind = KINDS[part.kind]
+        look = part.written(kind.look)
         guess = generator.integers(len(problem.directories))
         path = f"{problem.directories[guess]}/{part.file}"
         if look and (part.kind == "remove_with" or generator.random() < carefulness.looks):
             path = type_in(look).split("\n")[0]
             if path == NOT_FOUND:
                 continue
-        type_in(part.act(path))
+        type_in(part.written(kind.act, path))
     return f"{transcript}exit\n", shell.files, count
 
 
@@ -341,7 +336,7 @@ def draw(config: MiniShellData, generator: np.random.Generator) -> Problem:
     for name in names:
         directory = directories[generator.integers(len(directories))]
         files[f"{directory}/{name}"] = WORDS[generator.integers(len(WORDS))]
-    kinds = ("move", "copy", "rename", "remove", "remove_with", "write")
+    kinds = [*KINDS]
     parts = [
         Part(
             kind=kinds[generator.integers(len(kinds))],

@@ -265,14 +265,9 @@ def shown(messages: Sequence[Message]) -> str:
 
 def strings(value: Any, roles: bool = False) -> list[str]:
     """Return all texts in a message or conversation, without roles unless `roles`."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        items = [item for key, item in value.items() if roles or key != "role"]
-        return [text for item in [*value, *items] for text in strings(item, roles)]
-    if isinstance(value, list):
-        return [text for item in value for text in strings(item, roles)]
-    return []
+    found: list[str] = []
+    _map_strings(value, found.append, roles)
+    return found
 
 
 def _map_strings(value: Any, function: Any, roles: bool = False) -> Any:

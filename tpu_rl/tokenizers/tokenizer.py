@@ -231,7 +231,9 @@ class Tokenizer:
         if self.images is None or not sources:
             return images.TextWithImages(ids, known_weights, None)
         pieces, layouts = self.images.read(sources)
-        expanded = self.images.expand(ids, known_weights, layouts, self._encode_control)
+        expanded = self.images.expand(
+            ids, known_weights, layouts, functools.partial(self.encode, special=True)
+        )
         return images.TextWithImages(*expanded, pieces)
 
     def row_length(self, row: Mapping[str, Any]) -> int:
@@ -246,7 +248,11 @@ class Tokenizer:
             return len(ids)
         layouts = self.images.layouts(sources)
         weights = [0.0] * len(ids)
-        return len(self.images.expand(ids, weights, layouts, self._encode_control)[0])
+        return len(
+            self.images.expand(ids, weights, layouts, functools.partial(self.encode, special=True))[
+                0
+            ]
+        )
 
     def _placed_images(self, row: Mapping[str, Any], ids: Sequence[int]) -> list[Any]:
         """Return the images of a row, for each of which its text has a place. Raises InputError."""
@@ -272,10 +278,6 @@ class Tokenizer:
             )
         return sources
 
-    def _encode_control(self, text: str) -> list[int]:
-        """Return the ids of a text in which control tokens are recognized."""
-        return self.encode(text, special=True)
-
     def _encode_with_images(self, text: str, follows_control: bool = False) -> list[int]:
         """Return the ids of a plain text in which `images.MARK` stands for images."""
         if self.images is None or MARK not in text:
@@ -284,7 +286,7 @@ class Tokenizer:
         gap = self.images.tower.gap
         for number, piece in enumerate(text.replace(MARK, f"{gap}{MARK}{gap}").split(MARK)):
             if number:
-                ids += self._encode_control(self.images.literal)
+                ids += self.encode(self.images.literal, special=True)
             ids += self._encode_after(piece, follows_control or number > 0)
         return ids
 

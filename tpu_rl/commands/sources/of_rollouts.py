@@ -23,6 +23,7 @@ from tpu_rl.experience.transforms import Transform
 from tpu_rl.losses.entropy import temperature_factor
 from tpu_rl.rewards import registry
 from tpu_rl.rewards import terms as rewards
+from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Decoding, Engine
 from tpu_rl.rollout.sampler_thread import SamplerThreads
 from tpu_rl.types import Params, Purpose, TrainState
@@ -137,7 +138,7 @@ def batch_transforms(
         chain.append(hints.log_ratios(spec.hint, teacher, tokenizer, row_length))
     share = context.config.rollout.keep_variance_share
     if share < 1:
-        chain.append(transforms.most_varied(share))
+        chain.append(lambda scored, step, state: dynamic_sampling.keep_most_varied(scored, share))
     if spec.opponent is not None:
         size = context.config.batch.group_size
         chain.append(
