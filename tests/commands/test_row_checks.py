@@ -13,14 +13,14 @@ from tpu_rl.commands import finish, roles
 from tpu_rl.commands.checks import preflight, row_checks
 from tpu_rl.commands.config import SamplingConfig
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import ChatConfig, TokenizerConfig
+from tpu_rl.tokenizers import TokenizerConfig
 
 TEMPLATE = "{% for m in messages %}<bos>{{ m.content }}<eos>{% endfor %}"
 
 
 def with_template(template):
     tokenizer = tokenizers.characters("abc", chat_template=template)
-    return tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig())
+    return tokenizers.configure(tokenizer, TokenizerConfig())
 
 
 def test_tokens_without_a_row_in_the_embedding():

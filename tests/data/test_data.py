@@ -233,12 +233,6 @@ def test_the_seed_decides_the_order():
     assert next(data.stream(ROWS, 1, batch_size=10, shuffle=False))[1] == ROWS
 
 
-def test_without_repeat_the_last_batch_is_short():
-    batches = list(data.stream(ROWS, seed=0, batch_size=4, shuffle=False, repeat=False))
-    assert [len(rows) for _, rows in batches] == [4, 4, 2]
-    np.testing.assert_array_equal(batches[-1][0], [8, 9])
-
-
 @pytest.fixture
 def two_files(tmp_path):
     """A path of 5 rows, in two files of a pattern, and of 17 rows."""

@@ -7,7 +7,7 @@ import pytest
 from tpu_rl import data, tokenizers
 from tpu_rl.data import shapes
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import ChatConfig, TokenizerConfig, span_tokens
+from tpu_rl.tokenizers import TokenizerConfig, span_tokens
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,'! \n<>/"
 TEMPLATE = (
@@ -98,7 +98,7 @@ def weights_by_text(tokenizer, row):
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_every_character_counts_as_its_span(template):
     tokenizer = tokenizers.characters(LETTERS, chat_template=template)
-    tokenizer = tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig())
+    tokenizer = tokenizers.configure(tokenizer, TokenizerConfig())
     first = answer("well <eos>!", weight=2, span_weights=[{"text": "ell", "weight": 0.5}])
     last = answer(span_weights=[{"text": "so ", "weight": 0}, {"text": ".", "weight": 3}])
     row = {"messages": [USER, first, USER, last]}
@@ -122,7 +122,7 @@ def test_plain_completions_and_stripped_answers():
     without = row | {"span_weights": None}
     shapes.check_together(without, ("prompt", "completion"))
     assert weights_by_text(tokenizer, without) == [("so no<eos>", 1.0)]
-    chat = tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig(chat="always"))
+    chat = tokenizers.configure(tokenizer, TokenizerConfig(), chat="always")
     assert weights_by_text(chat, row) == expected
     padded = spans_of(answer(" \nso no \n", span_weights=[{"text": "no \n", "weight": 2}]))
     assert weights_by_text(chat, {"messages": [USER, padded, USER, answer("go")]}) == [
@@ -134,7 +134,7 @@ def test_plain_completions_and_stripped_answers():
 def test_an_answer_that_the_template_rewrites_is_refused():
     template = TEMPLATE.replace("| trim", "| upper")
     tokenizer = tokenizers.characters(LETTERS + LETTERS.upper()[:26], chat_template=template)
-    tokenizer = tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig())
+    tokenizer = tokenizers.configure(tokenizer, TokenizerConfig())
     message = spans_of(answer(span_weights=[{"text": "no", "weight": 2}]))
     with pytest.raises(InputError, match="in another way|does not show"):
         data.demonstrations([{"messages": [USER, message] * 2}], tokenizer, 64)

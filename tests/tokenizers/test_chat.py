@@ -8,7 +8,7 @@ import pytest
 
 from tpu_rl import data, tokenizers
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import ChatConfig, TokenizerConfig
+from tpu_rl.tokenizers import TokenizerConfig
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+-=#<> \n!?':"
 TEMPLATE = (
@@ -52,7 +52,7 @@ CHAT = [
 
 def with_chat(template=TEMPLATE, **chat):
     tokenizer = tokenizers.characters(LETTERS, chat_template=template)
-    return tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig(**chat))
+    return tokenizers.configure(tokenizer, TokenizerConfig(), **chat)
 
 
 def written(tokenizer, ids):

@@ -8,7 +8,7 @@ import pytest
 
 from tpu_rl import tokenizers
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import ChatConfig, TokenizerConfig, conversations
+from tpu_rl.tokenizers import TokenizerConfig, conversations
 
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>{% endfor %}"
@@ -38,7 +38,7 @@ CALL = say("assistant", "") | {
 
 def with_chat(template=TEMPLATE):
     tokenizer = tokenizers.characters(string.printable, chat_template=template)
-    return tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig())
+    return tokenizers.configure(tokenizer, TokenizerConfig())
 
 
 def learned_text(tokenizer, demonstration):
@@ -141,7 +141,7 @@ def test_a_thought_is_opened_once(content, learned):
 
 def test_the_end_of_the_templates_turns_is_an_end():
     base = tokenizers.characters("abc:\n", chat_template=TEMPLATE.replace("<eos>", "<pad>"))
-    chat = ChatConfig("auto")
+    chat = "auto"
     tokenizer = tokenizers.configure(base, TokenizerConfig(), chat)
     assert (base.eos_ids, tokenizer.eos_ids, tokenizer.turn_end) == ((2,), (2, 0), 0)
     # Several turns are found by that end.

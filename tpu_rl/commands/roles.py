@@ -89,12 +89,12 @@ def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
 
 def configure_tokenizer(config: ExperimentConfig, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the settings of the run. The tasks' own prompts stay plain text."""
-    chat = tokenizers.ChatConfig()
-    if isinstance(config.data, FileData):
-        files = config.data
-        chat = tokenizers.ChatConfig(files.chat, files.system, files.assistant_turns)
-        tokenizer = tokenizers.with_pixels(tokenizer, (files.min_pixels, files.max_pixels))
-    return tokenizers.configure(tokenizer, config.tokenizer, chat)
+    if not isinstance(config.data, FileData):
+        return tokenizers.configure(tokenizer, config.tokenizer)
+    files = config.data
+    tokenizer = tokenizers.with_pixels(tokenizer, (files.min_pixels, files.max_pixels))
+    chat = files.chat, files.system, files.assistant_turns
+    return tokenizers.configure(tokenizer, config.tokenizer, *chat)
 
 
 def model_directory(config: ExperimentConfig) -> Path:

@@ -181,23 +181,21 @@ def stream(
     seed: int,
     batch_size: int,
     shuffle: bool = True,
-    repeat: bool = True,
     accepted: Collection[str] = (),
     source_fingerprint: str | None = None,
     weights: Sequence[float] = (),
 ) -> RowStream:
-    """Return the rows of `source` in batches.
+    """Return the rows of `source` in batches, endlessly.
 
     Batches continue from one epoch into the next. With weights, each part of the data has epochs
     of its own, and every stretch of the stream has rows of the parts in their shares.
 
     Args:
         shuffle: whether each epoch has a new order.
-        repeat: whether to begin again at the end. If not, the last batch may be short.
         accepted: fingerprints of other rows. Positions saved with those are positions in these.
         source_fingerprint: `fingerprint` of the source, if it is known.
         weights: one for each part of `part_numbers`, above 0; the share of a part in the stream.
-            Empty: rows count alike. The stream is then endless.
+            Empty: rows count alike.
 
     Raises:
         InputError: if there are no rows, or a part with a weight has none.
@@ -217,7 +215,7 @@ def stream(
         if shuffle:
             dataset = dataset.shuffle()
         # Endless in practice: grain cannot count batches of 1 of a dataset without end.
-        return dataset.repeat(max(endless // len(rows), 1)) if endless else dataset
+        return dataset.repeat(max(endless // len(rows), 1))
 
     if weights:
         parts = rows_of_parts(source, len(weights))
@@ -225,7 +223,7 @@ def stream(
             [ordered(part, seed + number, 2**50) for number, part in enumerate(parts)], weights
         )
     else:
-        dataset = ordered(source, seed, 2**62 if repeat else 0)
+        dataset = ordered(source, seed, 2**62)
     # Without threads and prefetching, the state is exactly that after the last batch.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches = iter(dataset.batch(batch_size, batch_fn=list).to_iter_dataset(options))

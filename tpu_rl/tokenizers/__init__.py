@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from tpu_rl.tokenizers.hugging_face import characters
     from tpu_rl.tokenizers.loading import has_same_tokens, load, require_same_tokens
     from tpu_rl.tokenizers.settings import (
-        ChatConfig,
         TokenizerConfig,
         configure,
         of_plain_text,

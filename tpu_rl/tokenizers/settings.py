@@ -45,19 +45,14 @@ class TokenizerConfig:
     anything else is text."""
 
 
-@dataclass(frozen=True)
-class ChatConfig:
-    """Settings of how the rows of a run become conversations."""
-
-    chat: Literal["auto", "always", "never"] = "never"
-    system: str | None = None
-    assistant_turns: AssistantTurns = "all"
-
-
 def configure(
-    tokenizer: Tokenizer, config: TokenizerConfig, chat: ChatConfig = ChatConfig()
+    tokenizer: Tokenizer,
+    config: TokenizerConfig,
+    chat: Literal["auto", "always", "never"] = "never",
+    system: str | None = None,
+    assistant_turns: AssistantTurns = "all",
 ) -> Tokenizer:
-    """Return the tokenizer with the settings of a run.
+    """Return the tokenizer with the settings of a run: the last three are those of its data.
 
     Raises InputError if the template's file is missing or broken, or a setting does not fit it.
     """
@@ -65,7 +60,7 @@ def configure(
         tokenizer = with_template(tokenizer, Path(config.chat_template).expanduser())
     template_kwargs = parse_template_kwargs(config.template_kwargs)
     _require_read(template_kwargs, tokenizer.chat_template)
-    if chat.chat == "always" and not tokenizer.has_chat_template:
+    if chat == "always" and not tokenizer.has_chat_template:
         raise InputError(
             "the tokenizer has no chat template",
             where="--data.chat always",
@@ -73,9 +68,9 @@ def configure(
             fix="use an instruction-tuned checkpoint, or give --tokenizer.chat-template FILE",
         )
     settings = ChatSettings(
-        wraps_prompts=chat.chat != "never" and tokenizer.has_chat_template,
-        system=chat.system,
-        assistant_turns=chat.assistant_turns,
+        wraps_prompts=chat != "never" and tokenizer.has_chat_template,
+        system=system,
+        assistant_turns=assistant_turns,
         template_kwargs=template_kwargs,
     )
     return with_turn_end(replace(tokenizer, chat=settings))
