@@ -22,7 +22,7 @@ DECIMALS = 4
 """Digits after the point that the calculator writes, at most."""
 TOLERANCE = Fraction(1, 100)
 """How far a rounded result may be from the exact one."""
-_EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,80}")
+_EXPRESSION = re.compile(r"[0-9+\-*/(). ]+")
 _OPEN_MARK = re.compile(r"<<([^<>=]*)$")
 _MARK = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
 
@@ -59,10 +59,11 @@ def result_after(text: str) -> str:
     return "" if value is None else f"{_decimal(value)}>>"
 
 
-def calculate(expression: str) -> Fraction | None:
-    """Return the value of an expression of + - * / and parentheses; None if it has none."""
+def calculate(expression: str, longest: int = 80) -> Fraction | None:
+    """Return the value of an expression of + - * / and parentheses; None if it has none, or more
+    characters than `longest`."""
     plain = expression.replace(",", "").strip()
-    if not _EXPRESSION.fullmatch(plain):
+    if len(plain) > longest or not _EXPRESSION.fullmatch(plain):
         return None
     try:
         return _value(ast.parse(plain, mode="eval").body)

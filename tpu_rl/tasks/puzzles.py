@@ -19,12 +19,12 @@ ordered_steps  its shuffled steps in order; the reward is the share of steps in 
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -35,7 +35,7 @@ from tpu_rl.environments.task import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.ranges import In
 from tpu_rl.rewards.verifier import AnswerReaders, Verifier
-from tpu_rl.tasks import arithmetic
+from tpu_rl.tasks import arithmetic, calculator
 from tpu_rl.tasks.made_rows import MadeRows, split_of, task
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
@@ -132,25 +132,10 @@ def _is_countdown(prompt: str, said: str, answer: str) -> float:
     return float(used == sorted(numbers) and _value(said) == target)
 
 
-def _value(text: str) -> int | None:
+def _value(text: str) -> Fraction | None:
     """Return the value of an expression of + - * and brackets, or None."""
-
-    def value(node: ast.AST) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.BinOp):
-            kinds = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
-            return OPERATORS[kinds[type(node.op)]](value(node.left), value(node.right))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value(node.operand)
-        raise ValueError(ast.dump(node))
-
-    if len(text) > LONGEST:
-        return None
-    try:
-        return value(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, KeyError, SyntaxError, RecursionError):
-        return None
+    is_read = re.fullmatch(r"[0-9+*() -]+", text.strip()) is not None
+    return calculator.calculate(text, LONGEST) if is_read else None
 
 
 # --- traced programs ---
