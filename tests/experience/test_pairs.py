@@ -51,7 +51,7 @@ def test_pairs_of_a_large_file_are_checked_when_they_are_drawn(file, monkeypatch
     limits = (SamplingConfig(max_prompt_tokens=16, max_new_tokens=16), BatchConfig(row_length=64))
     given = pairs.usable_pairs(rows[:38], rows[38:], tokenizer, *limits)
     # A share of the sample of the training rows, and the held-out ones.
-    assert (given.num_checked, given.dropped, len(given.train)) == (3, [], 38)
+    assert (given.num_checked, given.dropped, len(given.train)) == (3, {}, 38)
     assert [given.train[index]["row"] for index in (4, 5, 6)] == [4, 6, 6]
     assert [row["row"] for row in given.held_out] == [38, 39]
     assert capsys.readouterr().err.count(f"{file}:6: they are too long") == 1

@@ -41,13 +41,13 @@ def alike(images: Sequence[Any], num_rows: Sequence[int]) -> list[Any]:
     if not known:
         return [None for _ in images]
     most = max(array.shape[1] for array in known)
-    result: list[Any] = []
-    for array, rows in zip(images, num_rows, strict=True):
-        padded = np.zeros((rows, most, *known[0].shape[2:]), np.float32)
-        if array is not None:
-            padded[:, : array.shape[1]] = array
-        result.append(padded)
-    return result
+    piece = known[0].shape[2:]
+    return [
+        np.zeros((rows, most, *piece), np.float32)
+        if array is None
+        else np.pad(array, [(0, 0), (0, most - array.shape[1]), *[(0, 0) for _ in piece]])
+        for array, rows in zip(images, num_rows, strict=True)
+    ]
 
 
 def bucket(count: int) -> int:

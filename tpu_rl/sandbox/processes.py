@@ -199,23 +199,22 @@ class Running:
         self._process = _spawn(protocol, channel, self._folder.name)
 
     def outcome(self) -> Outcome:
-        """Wait for the end."""
-        return _communicate(self._process, self._report, self._begun(), self._limits)
-
-    def _begun(self) -> bytearray:
-        """Send the request. Return what the process reported after it was confined.
-
-        Raises Refused if it cannot be.
-        """
-        _send(self._process, self._request)
+        """Send the request, and wait for the end. Raises Refused if the process cannot be
+        confined."""
+        assert self._process.stdin is not None
+        assert self._process.stderr is not None
+        # This cannot block: our own code in the child reads it first. If the child ended at once,
+        # its report or its stderr says why.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(self._request)
+            self._process.stdin.close()
         reported = bytearray()
         first_line = _read_first_line(self._report, reported)
         if first_line != b"confined":
             self._process.kill()
-            assert self._process.stderr is not None
             reason = first_line or self._process.stderr.read(2000)
             raise Refused(reason.decode(errors="replace"))
-        return reported
+        return _communicate(self._process, self._report, reported, self._limits)
 
     def kill(self) -> None:
         """Kill the process, and everything that it started in its namespace."""
@@ -294,15 +293,6 @@ def _communicate(
             ended = "time"
     verdict, printed, errors = (bytes(text).decode(errors="replace") for text in streams.values())
     return Outcome(ended, printed, errors[-2000:], verdict.strip())
-
-
-def _send(process: subprocess.Popen[bytes], request: bytes) -> None:
-    """Write the request. This cannot block: our own code in the child reads it first."""
-    assert process.stdin
-    # If the child ended at once, its report or its stderr says why.
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(request)
-        process.stdin.close()
 
 
 def _read_first_line(report: int, buffer: bytearray) -> bytes:

@@ -89,10 +89,7 @@ def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
     num_wrong = int((margins < 0).sum())
     summary = {
         "given": {"rows": len(given.rows), "fingerprint": data.fingerprint(given.rows)},
-        "dropped": {
-            reason: sorted(row["row"] for row, other in given.dropped if other == reason)
-            for reason in given.reasons
-        },
+        "dropped": given.dropped,
         "trained": {
             "rows": len(times_trained),
             "draws": int(draws.sum()),

@@ -49,7 +49,7 @@ def make_pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     given = require_pairs(config, context.language.tokenizer)
     stream = compose.row_stream(context, stage, rows=given.train)
     # What a later stage begins with is gone when it is resumed, so it keeps the values of all rows.
-    rows = given.usable
+    rows: Sequence[Row] = data.join(given.train, given.held_out)
     if stage.first == 1:
         num_steps = stage.last - stage.first + 1
         drawn = pairs.draws(
@@ -97,14 +97,16 @@ def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.Given
     Raises InputError if no training pair is left.
     """
     given = given_pairs(config, tokenizer)
-    for reason in given.reasons:
-        count = sum(other == reason for _, other in given.dropped)
-        print(f"warning: {count} of {given.num_checked} pairs dropped: {reason}", file=sys.stderr)
+    for reason, numbers in given.dropped.items():
+        print(
+            f"warning: {len(numbers)} of {given.num_checked} pairs dropped: {reason}",
+            file=sys.stderr,
+        )
     if not given.train:
         raise InputError(
             "no pair is left",
             where="--data.path, --sampling.max-new-tokens, --batch.row-length",
-            why="; ".join(given.reasons),
+            why="; ".join(given.dropped),
             fix="raise these, or give other pairs",
         )
     return given

@@ -74,22 +74,12 @@ class GivenPairs:
 
     train: Sequence[Row]
     held_out: Sequence[Row]
-    dropped: list[tuple[Row, str]]
-    """The other rows that were checked, each with the reason."""
+    dropped: dict[str, list[int]]
+    """Reason -> the numbers of the other rows that were checked, sorted by reasons."""
     num_checked: int
     """The others are checked when they are drawn."""
     rows: Sequence[Row]
     """All rows, as the data bring them."""
-
-    @property
-    def reasons(self) -> list[str]:
-        """The different reasons for which rows were dropped, sorted."""
-        return sorted({reason for _, reason in self.dropped})
-
-    @property
-    def usable(self) -> Sequence[Row]:
-        """The training rows, then the held-out rows."""
-        return data.join(self.train, self.held_out)
 
 
 def usable_pairs(
@@ -113,17 +103,11 @@ def usable_pairs(
     if is_sampled:
         of_train = stored_rows.sampled_indices(len(train))[::ENCODED_SHARE]
     checked = np.concatenate([of_train, np.arange(len(train), len(given))])
-    dropped = []
-    usable = []
+    by_reason: dict[str, list[int]] = {"": []}
     for index in checked.tolist():
-        row = numbered[index]
         with data.naming_row(given, index):
-            reason = misfit(row)
-        if reason:
-            dropped.append((row, reason))
-        else:
-            usable.append(index)
-    fitting = np.array(usable, np.int64)
+            by_reason.setdefault(misfit(numbered[index]), []).append(index)
+    fitting = np.array(by_reason.pop(""), np.int64)
     of_train = fitting[fitting < len(train)]
     in_turn: Sequence[Row] = numbered.take(of_train)
     if is_sampled and len(of_train):
@@ -131,7 +115,7 @@ def usable_pairs(
     return GivenPairs(
         train=in_turn,
         held_out=numbered.take(fitting[fitting >= len(train)]),
-        dropped=dropped,
+        dropped=dict(sorted(by_reason.items())),
         num_checked=len(checked),
         rows=given,
     )
