@@ -30,27 +30,21 @@ from tpu_rl.types import Params, Purpose, TrainState
 
 
 def make_rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
-    settings = context.config.rollout
-    spec = stage.algorithm.experience
-    adapts = spec.adapts_temperature
-    decoding = compose.learned_decoding(context, spec)
-    engine, threads = _engine(context, decoding)
+    config = context.config
     memories = _memories(context, stage)
     chain = batch_transforms(context, stage, tuple(memories.values()))
-    if settings.curriculum == CurriculumConfig():
-        stream = compose.row_stream(context, stage, compose.rows_at_once(context.config))
-        source = _source_of(context, engine, threads, stream, chain, adapts)
-        return with_memories(source, memories)
+    if config.rollout.curriculum == CurriculumConfig():
+        stream = compose.row_stream(context, stage, compose.rows_at_once(config))
+        return with_memories(_source_of(context, stage, stream, chain), memories)
     tokenizer = context.language.tokenizer
-    room = compose.prompt_room(context.config, tokenizer)
+    room = compose.prompt_room(config, tokenizer)
     stream = Curriculum(
         compose.row_stream(context, stage, 1),
-        context.config.batch.prompts,
-        settings.curriculum,
+        config.batch.prompts,
+        config.rollout.curriculum,
         lambda row: tokenizer.row_length(row) <= room,
     )
-    chain = [stream.observe, *chain]
-    source = _source_of(context, engine, threads, stream, chain, adapts)
+    source = _source_of(context, stage, stream, [stream.observe, *chain])
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = source.draw(step, state)
@@ -76,15 +70,12 @@ def _memories(context: RunContext, stage: Stage) -> dict[str, Memory]:
 
 
 def _source_of(
-    context: RunContext,
-    engine: Engine,
-    threads: SamplerThreads | None,
-    stream: data.RowStream,
-    chain: Sequence[Transform],
-    adapts_temperature: bool,
+    context: RunContext, stage: Stage, stream: data.RowStream, chain: Sequence[Transform]
 ) -> Source:
+    spec = stage.algorithm.experience
     batch = context.config.batch
     settings = context.config.rollout
+    engine, threads = _engine(context, compose.learned_decoding(context, spec))
     if settings.partial:
         return partial_rollouts.partial_source(engine, stream, batch, settings.partial, chain)
     if batch.staleness:
@@ -92,9 +83,8 @@ def _source_of(
     rounds = settings.dynamic_sampling_rounds
     only_needed = settings.dynamic_sampling_size == "needed"
     source = rollouts.rollout_source(engine, stream, batch, rounds, chain, only_needed)
-    if not adapts_temperature:
-        return source
-    return rollouts.at_temperature(source, temperature_factor)
+    adapts = spec.adapts_temperature
+    return rollouts.at_temperature(source, temperature_factor) if adapts else source
 
 
 def _engine(context: RunContext, decoding: Decoding) -> tuple[Engine, SamplerThreads | None]:
