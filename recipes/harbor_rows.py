@@ -1,9 +1,9 @@
 """Try the tasks of a folder in Harbor's layout, and write the rows of those that work here:
 
-    python recipes/harbor_rows.py DIR --to rows.jsonl
+    python recipes/harbor_rows.py local:DIR --to rows.jsonl
 
-They run in containers of docker or podman, whose images are built. A task's own solution must earn
-more than an untouched container, or it is left out with the reason.
+DIR for containers of docker or podman, whose images are built, and local:DIR for confined machines.
+A task's own solution must earn more than an untouched computer, or it is left out with the reason.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tpu_rl.environments.contract import Fault
 from tpu_rl.errors import TpuRlError
-from tpu_rl.tasks.adapters import containers
-from tpu_rl.tasks.adapters.containers import ContainerLost, Unsupported
+from tpu_rl.sandbox import MachineLost
+from tpu_rl.tasks.adapters import computers
+from tpu_rl.tasks.adapters.computers import Unsupported
 from tpu_rl.tasks.adapters.harbor import SECONDS, HarborTask, Runtime, verify
 
 
 def reward_of(runtime: Runtime, task: HarborTask, is_solved: bool) -> float:
-    """Return the reward of an untouched container, or of the task's own solution."""
-    container = runtime.start(task)
+    """Return the reward of an untouched computer, or of the task's own solution."""
+    computer = runtime.start(task)
     try:
         if is_solved:
-            container.put(task.folder / "solution", "/solution")
+            computer.put(task.folder / "solution", "/solution")
             command = "chmod +x /solution/solve.sh; /solution/solve.sh"
             seconds = float(task.agent.get("timeout_sec") or SECONDS)
-            container.run(command, seconds=seconds, env=task.env(task.solution))
-        return verify(task, container, float(task.verifier.get("timeout_sec", SECONDS)))
+            computer.run(command, seconds=seconds, env=task.env(task.solution))
+        return verify(task, computer, float(task.verifier.get("timeout_sec", SECONDS)))
     finally:
-        container.close()
+        computer.close()
 
 
 def tried(runtime: Runtime, name: str, takes_unproven: bool) -> tuple[dict[str, Any] | None, str]:
@@ -42,18 +43,18 @@ def tried(runtime: Runtime, name: str, takes_unproven: bool) -> tuple[dict[str, 
     solved: float | None = None
     try:
         task = runtime.task(name)
-        if not task.environment.get("docker_image"):
+        if runtime.engine and not task.environment.get("docker_image"):
             seconds = float(task.environment.get("build_timeout_sec", SECONDS))
             context = task.folder / "environment"
-            containers.build_image(runtime.engine, context, task.image, seconds)
+            computers.build_image(runtime.engine, context, task.image, seconds)
         untouched = reward_of(runtime, task, is_solved=False)
         if (task.folder / "solution" / "solve.sh").is_file():
             solved = reward_of(runtime, task, is_solved=True)
-    except (Unsupported, ContainerLost, Fault) as error:
+    except (Unsupported, MachineLost, Fault) as error:
         return None, f"left out: {str(error).removeprefix(f'{name}: ')}"
     is_taken = takes_unproven if solved is None else solved > untouched
     earned = "it has no solution" if solved is None else f"its solution earns {solved:g}"
-    said = f"{'taken' if is_taken else 'left out'}: {earned}, an untouched container {untouched:g}"
+    said = f"{'taken' if is_taken else 'left out'}: {earned}, an untouched computer {untouched:g}"
     prompt = [{"role": "user", "content": task.instruction}]
     return {"prompt": prompt, "harbor_task": name} if is_taken else None, said
 
@@ -61,7 +62,7 @@ def tried(runtime: Runtime, name: str, takes_unproven: bool) -> tuple[dict[str, 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0 if a task works."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tasks", help="DIR")
+    parser.add_argument("tasks", help="DIR, or local:DIR")
     parser.add_argument("--to", type=Path, help="the file of rows to write")
     parser.add_argument("--unproven", action="store_true", help="also tasks without a solution")
     flags = parser.parse_args(arguments)

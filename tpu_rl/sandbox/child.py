@@ -11,6 +11,10 @@ It uses the standard library only, and is run by its path. The confinement, in t
 6. a list of allowed system calls (Linux on x86-64).
 
 If the kernel refuses any of it, the process ends before the program begins.
+
+The role "machine" (`machine.py`) runs shell commands: it has /usr and a few files of /etc besides,
+read-only, a /proc and a /dev of its own, a root directory that it may write to, and a list of
+refused system calls in place of the allowed ones.
 """
 
 import ctypes
@@ -74,6 +78,20 @@ ALLOWED = {
     **dict(set_tid_address=218, tgkill=234, set_robust_list=273, get_robust_list=274),
     **dict(rseq=334),
 }
+REFUSED = (
+    # ptrace, syslog, personality, pivot_root, chroot, acct, mount, umount2, swapon, swapoff, reboot
+    *(101, 103, 135, 155, 161, 163, 165, 166, 167, 168, 169),
+    # modules, quotactl, kexec, keys, unshare, perf_event_open, fanotify_init, handles of files
+    *(175, 176, 313, 179, 246, 320, 248, 249, 250, 272, 298, 300, 303, 304),
+    # setns, process_vm_readv, process_vm_writev, pidfd_getfd, bpf, userfaultfd, io_uring
+    *(308, 310, 311, 438, 321, 323, 425, 426, 427),
+    # open_tree, move_mount, fsopen, fsconfig, fsmount, mount_setattr
+    *(428, 429, 430, 431, 432, 442),
+)
+"""x86-64 system calls that programs of a shell do not need, and that reach into the kernel."""
+SOCKET = 41
+LAST_FAMILY = 10
+"""AF_UNIX, AF_INET and AF_INET6 are at most this; families beyond it may not know namespaces."""
 CLONE = 56
 CLONE3 = 435
 FIRST_OF_X32 = 0x40000000
@@ -85,12 +103,12 @@ def main() -> None:
     with os.fdopen(os.dup(0), "rb") as request_pipe:
         request = marshal.loads(request_pipe.read())
     os.close(0)
-    sizes = request["memory_bytes"], request["disk_bytes"], request["cpu_seconds"]
     try:
         if request["confine"]:
-            confine(*sizes)
+            sizes = request["memory_bytes"], request["disk_bytes"], request["cpu_seconds"]
+            confine(*sizes, is_machine=request["role"] == "machine")
         else:
-            limit(*sizes)
+            limit(request["memory_bytes"], request["disk_bytes"], request["cpu_seconds"])
         give_stdin(request["stdin"].encode())
     except OSError as error:
         os.write(PROTOCOL, f"{error.filename or 'the sandbox'}: {error.strerror}\n".encode())
@@ -147,8 +165,8 @@ def give_stdin(content: bytes) -> None:
 # --- confinement ---
 
 
-def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int) -> None:
-    """Confine this process.
+def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int, is_machine: bool = False) -> None:
+    """Confine this process; `is_machine` if it will run shell commands.
 
     Raises OSError if the kernel refuses a step. Its file name is the step.
     """
@@ -168,8 +186,9 @@ def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int) -> None:
         ):
             write_file(f"/proc/self/{file}", text)
     enter_process_namespace()
-    make_root(disk_bytes)
-    limit(memory_bytes, disk_bytes, cpu_seconds)
+    make_root(disk_bytes, is_machine)
+    if not is_machine:
+        limit(memory_bytes, disk_bytes, cpu_seconds)
     if is_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -179,7 +198,7 @@ def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int) -> None:
     check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
     check("prctl", LIBC.prctl(SET_DUMPABLE, 0, 0, 0, 0))
     check("no_new_privs", LIBC.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    filter_system_calls()
+    filter_system_calls(refuse_system_calls() if is_machine else allow_system_calls())
 
 
 def enter_process_namespace() -> None:
@@ -197,25 +216,30 @@ def enter_process_namespace() -> None:
     check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
 
 
-def make_root(disk_bytes: int) -> None:
+def make_root(disk_bytes: int, is_machine: bool) -> None:
     """Enter a root directory in memory.
 
     It has the Python library, and the libraries that it links to, read-only and at their paths.
+    That of a machine has the programs of /usr, too, and all of it but these is its own.
     """
     # The user nobody must be able to enter what root makes here, whatever this user's mask is.
     os.umask(0o022)
     system = {path for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(path)}
+    if is_machine:
+        system |= {path for path in ("/usr", "/bin", "/sbin") if os.path.isdir(path)}
+        system = {path for path in system if path[:5] != "/usr/"}
     links = {path for path in system if os.path.islink(path)}
     # If the interpreter has a directory of its own, its lib also has what extension modules link
     # to.
     python = {path for path in (*sys.path, sys.base_prefix + "/lib") if os.path.isdir(path)}
-    visible = system | python
+    visible = system | {path for path in python if not is_machine or path[:5] != "/usr/"}
     candidates = (path for path in ("/mnt", "/media", "/srv", "/tmp") if os.path.isdir(path))
     new = next(
         path for path in candidates if not any(other.startswith(path + "/") for other in visible)
     )
     mount("none", "/", None, RECURSIVE | PRIVATE)
-    mount("tmpfs", new, "tmpfs", NO_SUID | NO_DEV, "size=64k,nr_inodes=256,mode=0755")
+    size = f"size={disk_bytes},nr_inodes=65536" if is_machine else "size=64k,nr_inodes=256"
+    mount("tmpfs", new, "tmpfs", NO_SUID | NO_DEV, f"{size},mode=0755")
     for path in sorted(visible):
         source = os.path.realpath(path)
         target = new + path
@@ -234,6 +258,10 @@ def make_root(disk_bytes: int) -> None:
         }
         repeated = sum(flag for bit, flag in flags.items() if locked & bit)
         mount("none", target, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV | repeated)
+    if is_machine:
+        furnish(new)
+        enter_root(new)
+        return
     os.mkdir(new + "/tmp")
     mount(
         "tmpfs",
@@ -245,6 +273,37 @@ def make_root(disk_bytes: int) -> None:
     mount("none", new, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
     enter_root(new)
     os.chdir("/tmp")
+
+
+def furnish(new: str) -> None:
+    """Put what programs of a shell look for into a root directory, which becomes nobody's."""
+    os.mkdir(new + "/proc")
+    mount("proc", new + "/proc", "proc", NO_SUID | NO_DEV)
+    os.mkdir(new + "/dev")
+    for name in ("null", "zero", "full", "random", "urandom"):
+        # Devices are binds: a user namespace may not make them.
+        write_file(f"{new}/dev/{name}", "")
+        mount(f"/dev/{name}", f"{new}/dev/{name}", None, BIND)
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{new}/dev/{name}")
+    os.mkdir(new + "/etc")
+    write_file(new + "/etc/passwd", f"nobody:x:{NOBODY}:{NOBODY}:nobody:/root:/bin/sh\n")
+    write_file(new + "/etc/group", f"nogroup:x:{NOBODY}:\n")
+    write_file(new + "/etc/hosts", "127.0.0.1 localhost\n")
+    for source in ("/etc/ld.so.cache", "/etc/alternatives"):
+        if os.path.isdir(source):
+            os.mkdir(new + source)
+        elif os.path.exists(source):
+            write_file(new + source, "")
+        else:
+            continue
+        mount(source, new + source, None, BIND)
+        mount("none", new + source, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
+    for name in ("tmp", "root", "home", "opt", "srv", "mnt", "var", "var/tmp", "dev/shm", ""):
+        os.makedirs(f"{new}/{name}", exist_ok=True)
+        # In a user namespace this user is nobody already.
+        if os.geteuid() == 0:
+            os.chown(f"{new}/{name}", NOBODY, NOBODY)
 
 
 def enter_root(new: str) -> None:
@@ -278,6 +337,7 @@ Instruction = tuple[int, int, int, int]
 """(code, jump if true, jump if false, operand), of <linux/bpf_common.h>."""
 LOAD = 0x20
 EQUAL = 0x15
+GREATER = 0x25
 AT_LEAST = 0x35
 ANY_BIT = 0x45
 GIVE = 0x06
@@ -288,13 +348,47 @@ REFUSE = 0x00050000 | 1
 UNKNOWN = 0x00050000 | 38
 
 
-def filter_system_calls() -> None:
-    """Install a seccomp filter: it allows calls of ALLOWED and threads, and no new processes.
-
-    What it refuses fails with EPERM. Calls by the numbers of another architecture kill the process.
-    """
+def allow_system_calls() -> list[Instruction]:
+    """Return the filter of one program: calls of ALLOWED and threads, and no new processes."""
     numbers = sorted(ALLOWED.values())
-    code: list[Instruction] = [
+    return [
+        (EQUAL, 0, 4, CLONE),
+        (LOAD, 0, 0, 16),  # its flags
+        (ANY_BIT, 0, 1, CLONE_THREAD),
+        (GIVE, 0, 0, ALLOW),
+        (GIVE, 0, 0, REFUSE),
+        *((EQUAL, len(numbers) - position, 0, number) for position, number in enumerate(numbers)),
+        (GIVE, 0, 0, REFUSE),
+        (GIVE, 0, 0, ALLOW),
+    ]
+
+
+def refuse_system_calls() -> list[Instruction]:
+    """Return the filter of a machine: no calls of REFUSED, new namespaces, or rare sockets."""
+    numbers = sorted(REFUSED)
+    return [
+        (EQUAL, 0, 4, CLONE),
+        (LOAD, 0, 0, 16),  # its flags
+        (ANY_BIT, 0, 1, NAMESPACES | NEW_USER),
+        (GIVE, 0, 0, REFUSE),
+        (GIVE, 0, 0, ALLOW),
+        (EQUAL, 0, 4, SOCKET),
+        (LOAD, 0, 0, 16),  # its family
+        (GREATER, 0, 1, LAST_FAMILY),
+        (GIVE, 0, 0, REFUSE),
+        (GIVE, 0, 0, ALLOW),
+        *((EQUAL, len(numbers) - position, 0, number) for position, number in enumerate(numbers)),
+        (GIVE, 0, 0, ALLOW),
+        (GIVE, 0, 0, REFUSE),
+    ]
+
+
+def filter_system_calls(of_calls: list[Instruction]) -> None:
+    """Install a seccomp filter. What it refuses fails with EPERM.
+
+    Calls by the numbers of another architecture kill the process.
+    """
+    code = [
         (LOAD, 0, 0, 4),  # the architecture
         (EQUAL, 1, 0, X86_64),
         (GIVE, 0, 0, KILL),
@@ -304,14 +398,7 @@ def filter_system_calls() -> None:
         # The filter cannot read the flags of clone3, which are in memory. libc then uses clone.
         (EQUAL, 0, 1, CLONE3),
         (GIVE, 0, 0, UNKNOWN),
-        (EQUAL, 0, 4, CLONE),
-        (LOAD, 0, 0, 16),  # its flags
-        (ANY_BIT, 0, 1, CLONE_THREAD),
-        (GIVE, 0, 0, ALLOW),
-        (GIVE, 0, 0, REFUSE),
-        *((EQUAL, len(numbers) - position, 0, number) for position, number in enumerate(numbers)),
-        (GIVE, 0, 0, REFUSE),
-        (GIVE, 0, 0, ALLOW),
+        *of_calls,
     ]
     instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     buffer = ctypes.create_string_buffer(instructions, len(instructions))

@@ -199,8 +199,14 @@ class Running:
         self._process = _spawn(protocol, channel, self._folder.name)
 
     def outcome(self) -> Outcome:
-        """Send the request, and wait for the end. Raises Refused if the process cannot be
-        confined."""
+        """Wait for the end. Raises Refused if the process cannot be confined."""
+        return _communicate(self._process, self._report, self.begin(), self._limits)
+
+    def begin(self) -> bytearray:
+        """Send the request, and return what the process reported after it was confined.
+
+        Raises Refused if it cannot be.
+        """
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         # This cannot block: our own code in the child reads it first. If the child ended at once,
@@ -214,7 +220,7 @@ class Running:
             self._process.kill()
             reason = first_line or self._process.stderr.read(2000)
             raise Refused(reason.decode(errors="replace"))
-        return _communicate(self._process, self._report, reported, self._limits)
+        return reported
 
     def kill(self) -> None:
         """Kill the process, and everything that it started in its namespace."""

@@ -1,4 +1,4 @@
-"""Tasks in Harbor's layout, in containers: `harbor:DIR`.
+"""Tasks in Harbor's layout: `harbor:DIR` in containers, `harbor:local:DIR` on confined machines.
 
 DIR is a task, or a folder of tasks: task.toml, instruction.md, environment/Dockerfile, and
 tests/test.sh, which writes /logs/verifier/reward.json or reward.txt (harbor 0.26). The model has
@@ -18,26 +18,26 @@ import math
 import re
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpu_rl import sandbox
 from tpu_rl.environments.contract import Factory, Fault
 from tpu_rl.errors import InputError
-from tpu_rl.tasks.adapters import containers
-from tpu_rl.tasks.adapters.containers import (
-    FILE_SECONDS,
-    Container,
-    ContainerLost,
-    Unsupported,
-)
+from tpu_rl.sandbox import MachineLost
+from tpu_rl.tasks.adapters import computers
+from tpu_rl.tasks.adapters.computers import FILE_SECONDS, Container, LocalComputer, Unsupported
 
 COMMAND = "python recipes/harbor_rows.py"
 REWARDS = "/logs/verifier"
 MAX_CHARACTERS = 4000
 """The longest observation; the middle of a longer one is left out."""
+MAX_LOCAL_MB = 1024
+"""Memory of each process, and files, of a confined machine; less if the task asks for less."""
 SECONDS = 600.0
 """Harbor's default of `timeout_sec`."""
+Computer = LocalComputer | Container
 
 
 class HarborTask(NamedTuple):
@@ -79,15 +79,14 @@ class HarborTask(NamedTuple):
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "task"
         return f"tpu-rl-harbor/{plain}:{digest.hexdigest()[:24]}"
 
-    @property
-    def memory_mb(self) -> int | None:
-        """The memory in MiB: `memory_mb = 512`, or in older files `memory = "1G"`."""
-        value = self.environment.get("memory_mb", self.environment.get("memory"))
+    def megabytes(self, name: str) -> int | None:
+        """Return a size: `memory_mb = 512`, or in older files `memory = "1G"`."""
+        value = self.environment.get(f"{name}_mb", self.environment.get(name))
         if not isinstance(value, str):
             return value
         match = re.fullmatch(r"([0-9.]+)([KMG])B?", value.strip().upper())
         if match is None:
-            raise Unsupported(f"[environment] memory = {value!r} is no size")
+            raise Unsupported(f"[environment] {name} = {value!r} is no size")
         return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2]])
 
     def env(self, *tables: Mapping[str, Any]) -> dict[str, str]:
@@ -113,13 +112,27 @@ def read_tasks(folder: Path) -> dict[str, HarborTask | str]:
             why="neither it nor a folder in it has a task.toml",
             fix="name a task in Harbor's layout, or a folder of such tasks",
         )
-    tasks: dict[str, HarborTask | str] = {}
-    for path in map(Path.resolve, folders):
-        try:
-            tasks[path.name] = read_task(path)
-        except (Unsupported, OSError, ValueError, TypeError, AttributeError) as error:
-            tasks[path.name] = str(error)
-    return tasks
+    return {path.resolve().name: _read(path.resolve(), read_task) for path in folders}
+
+
+def _read(source: Any, read: Callable[[Any], HarborTask | str]) -> HarborTask | str:
+    """Read a task, or return the reason why it cannot be read."""
+    try:
+        return read(source)
+    except (Unsupported, OSError, ValueError, TypeError, AttributeError) as error:
+        return str(error)
+
+
+def _local(task: HarborTask | str) -> HarborTask | str:
+    """Return a task. Raises Unsupported if no confined machine can do it."""
+    if isinstance(task, str):
+        return task
+    if task.environment.get("docker_image"):
+        raise Unsupported(f"the image {task.image} needs a container runtime")
+    if {task.agent.get("user"), task.verifier.get("user")} - {None, "root", 0}:
+        raise Unsupported("a confined machine has no other users")
+    computers.read_dockerfile(task.folder / "environment")
+    return task
 
 
 def read_task(folder: Path) -> HarborTask:
@@ -157,22 +170,29 @@ def read_task(folder: Path) -> HarborTask:
         if is_so:
             raise Unsupported(f"{what} is not supported")
     assert task.instruction is not None
-    _ = task.memory_mb
+    task.megabytes("memory")
+    task.megabytes("storage")
     return task
 
 
 class Runtime:
-    """The tasks of a folder, and the engine in whose containers they are done."""
+    """The place where tasks are done: confined machines, or containers of an engine."""
 
-    def __init__(self, folder: str):
-        """Read the tasks.
+    def __init__(self, name: str):
+        """Read the tasks of DIR, or local:DIR.
 
         Raises:
             InputError: if there is no task.
-            MachineError: if this machine has no such engine.
+            MachineError: if this machine has no such runtime.
         """
-        self.tasks = read_tasks(Path(folder).expanduser())
-        self.engine = containers.find_engine(f"--environment harbor:{folder}")
+        self.is_local = name.startswith("local:")
+        self.tasks = read_tasks(Path(name.removeprefix("local:")).expanduser())
+        self.engine = ""
+        if self.is_local:
+            sandbox.require()
+            self.tasks = {name: _read(task, _local) for name, task in self.tasks.items()}
+        else:
+            self.engine = computers.find_engine(f"--environment harbor:{name}")
 
     def task(self, name: str) -> HarborTask:
         """Return a task. Raises Unsupported if there is none, or it cannot be done."""
@@ -181,40 +201,48 @@ class Runtime:
             raise Unsupported(f"{name}: {task}")
         return task
 
-    def start(self, task: HarborTask) -> Container:
-        """Start the container of an episode.
+    def start(self, task: HarborTask) -> Computer:
+        """Start the computer of an episode.
 
         Raises:
-            Unsupported: if its image is not there.
-            ContainerLost: if it does not start.
+            Unsupported: if the task asks for what it cannot do.
+            MachineLost: if it does not start.
         """
-        if not containers.has_image(self.engine, task.image) and "tpu-rl-" in task.image:
-            raise Unsupported(f"its image is not built: {COMMAND} DIR --to rows.jsonl")
-        cpus = task.environment.get("cpus")
-        memory_mb = task.memory_mb
-        options = [] if task.has_network else ["--network", "none"]
-        options += ["--cpus", f"{cpus:g}"] if cpus else []
-        options += ["--memory", f"{memory_mb}m"] if memory_mb else []
-        container = Container(
-            self.engine, task.image, options, task.environment.get("workdir") or ""
-        )
-        _make_logs(container)
-        return container
+        workdir = task.environment.get("workdir") or ""
+        memory_mb, disk_mb = task.megabytes("memory"), task.megabytes("storage")
+        if self.is_local:
+            computer = LocalComputer(
+                task.folder / "environment",
+                workdir,
+                min(memory_mb or MAX_LOCAL_MB, MAX_LOCAL_MB),
+                min(disk_mb or MAX_LOCAL_MB, MAX_LOCAL_MB),
+                seconds=float(task.environment.get("build_timeout_sec", SECONDS)),
+            )
+        else:
+            if not computers.has_image(self.engine, task.image) and "tpu-rl-" in task.image:
+                raise Unsupported(f"its image is not built: {COMMAND} DIR --to rows.jsonl")
+            cpus = task.environment.get("cpus")
+            options = [] if task.has_network else ["--network", "none"]
+            options += ["--cpus", f"{cpus:g}"] if cpus else []
+            options += ["--memory", f"{memory_mb}m"] if memory_mb else []
+            computer = Container(self.engine, task.image, options, workdir)
+        _make_logs(computer)
+        return computer
 
 
-def _make_logs(container: Container) -> None:
+def _make_logs(computer: Computer) -> None:
     folders = f"/logs/agent /logs/artifacts {REWARDS}"
-    container.run(f"mkdir -p {folders}; chmod 777 {folders}", seconds=FILE_SECONDS, user="root")
+    computer.run(f"mkdir -p {folders}; chmod 777 {folders}", seconds=FILE_SECONDS, user="root")
 
 
-def verify(task: HarborTask, container: Container, seconds: float) -> float:
+def verify(task: HarborTask, computer: Computer, seconds: float) -> float:
     """Run the tests, and return the reward. Raises Fault if they end with none."""
     # What the model left there is none of the tests, nor their verdict.
-    container.run(f"rm -rf /tests {REWARDS}", seconds=FILE_SECONDS, user="root")
-    _make_logs(container)
-    container.put(task.folder / "tests", "/tests")
+    computer.run(f"rm -rf /tests {REWARDS}", seconds=FILE_SECONDS, user="root")
+    _make_logs(computer)
+    computer.put(task.folder / "tests", "/tests")
     log = f"{REWARDS}/test-stdout.txt"
-    done = container.run(
+    done = computer.run(
         f"chmod +x /tests/test.sh; /tests/test.sh > {log} 2>&1",
         seconds=seconds,
         env=task.env(task.verifier),
@@ -226,10 +254,10 @@ def verify(task: HarborTask, container: Container, seconds: float) -> float:
             "timeout_sec and --environment-limits.call-seconds"
         )
     for file in ("reward.json", "reward.txt"):
-        read = container.run(f"cat {REWARDS}/{file}", seconds=FILE_SECONDS, user="root")
+        read = computer.run(f"cat {REWARDS}/{file}", seconds=FILE_SECONDS, user="root")
         if not read.code:
             return _reward(read.printed, file, task.name)
-    last = container.run(f"tail -n 1 {log}", seconds=FILE_SECONDS, user="root").printed.strip()
+    last = computer.run(f"tail -n 1 {log}", seconds=FILE_SECONDS, user="root").printed.strip()
     raise Fault(f"the tests of {task.name} write no reward (exit {done.code}): {last[:200]}")
 
 
@@ -268,7 +296,7 @@ def factory(name: str) -> Factory:
 
 
 class Harbor:
-    """An episode in a container of its own."""
+    """An episode on a computer of its own."""
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
@@ -277,16 +305,16 @@ class Harbor:
                 name: task if isinstance(task, str) else "" for name, task in runtime.tasks.items()
             }
         }
-        self._container: Container | None = None
+        self._computer: Computer | None = None
 
     def reset(self, harbor_task: str, call_seconds: float) -> None:
-        """Start the container of a task, after that of the episode before has ended."""
+        """Start the computer of a task, after that of the episode before has ended."""
         self._end()
         # Beyond that time the call itself is given up.
         self._most_seconds = max(call_seconds - 5.0, call_seconds / 2)
         with _faults():
             self._task = self._runtime.task(harbor_task)
-            self._container = self._runtime.start(self._task)
+            self._computer = self._runtime.start(self._task)
         self._left = float(self._task.agent.get("timeout_sec") or SECONDS)
 
     def bash(self, command: str) -> str:
@@ -295,14 +323,14 @@ class Harbor:
         Args:
             command: The command, of one line or several.
         """
-        assert self._container is not None
+        assert self._computer is not None
         if self._left <= 0:
             return "(the time for this task is over)"
         seconds = min(self._left, self._most_seconds)
         begun = time.monotonic()
         user = str(self._task.agent.get("user") or "")
         with _faults():
-            done = self._container.run(command, seconds=seconds, env=self._task.env(), user=user)
+            done = self._computer.run(command, seconds=seconds, env=self._task.env(), user=user)
         self._left -= time.monotonic() - begun
         text = done.printed.rstrip("\n")
         if len(text) > MAX_CHARACTERS:
@@ -314,25 +342,25 @@ class Harbor:
         return text.lstrip("\n") or "(nothing printed)"
 
     def get_reward(self) -> float:
-        """Return the reward that the tests write, and end the container."""
-        assert self._container is not None
+        """Return the reward that the tests write, and end the computer."""
+        assert self._computer is not None
         most = float(self._task.verifier.get("timeout_sec", SECONDS))
         try:
             with _faults():
-                return verify(self._task, self._container, min(most, self._most_seconds))
+                return verify(self._task, self._computer, min(most, self._most_seconds))
         finally:
             self._end()
 
     def _end(self) -> None:
-        if self._container is not None:
-            self._container.close()
-            self._container = None
+        if self._computer is not None:
+            self._computer.close()
+            self._computer = None
 
 
 @contextlib.contextmanager
 def _faults() -> Iterator[None]:
-    """Make of a container that is lost, or cannot be had, a fault of the episode."""
+    """Make of a computer that is lost, or cannot be had, a fault of the episode."""
     try:
         yield
-    except (ContainerLost, Unsupported) as error:
+    except (MachineLost, Unsupported) as error:
         raise Fault(str(error)) from None
