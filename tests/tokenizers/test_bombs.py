@@ -164,7 +164,7 @@ def test_a_good_tokenizer_is_tried_once(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").iterdir())) == 1
     probe._require_harmless.cache_clear()
     monkeypatch.setattr(probe.subprocess, "Popen", None)
-    probe.require_harmless(tmp_path / "tokenizer.json")
+    probe.require_harmless(tmp_path / "tokenizer.json", "")
 
 
 def entry(start: int, end: int, dtype: object = "F32", shape: object = (1,)) -> str:

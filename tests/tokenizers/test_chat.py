@@ -229,14 +229,9 @@ def test_sentencepiece_turns_are_those_of_the_whole_text(tmp_path):
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    template = TEMPLATE.replace("<bos>", "{{ bos_token }}").replace("<eos>", "{{ eos_token }}")
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "chat_template": template,
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(
+        TEMPLATE.replace("<bos>", "{{ bos_token }}").replace("<eos>", "{{ eos_token }}")
+    )
     tokenizer = tokenizers.load(tmp_path)
     demonstration = tokenizer.encode_demonstration(CHAT)
     assert learned(tokenizer, demonstration) == "hello</s>|no</s>"
@@ -244,6 +239,9 @@ def test_sentencepiece_turns_are_those_of_the_whole_text(tmp_path):
     assert demonstration.ids == whole[: len(demonstration.ids)]
     tokenizer.save_pretrained(tmp_path / "saved")
     assert tokenizers.load(tmp_path / "saved").render(CHAT) == tokenizer.render(CHAT)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="not UTF-8"):
+        tokenizers.load(tmp_path)
 
 
 def test_the_template_of_a_processor_is_read_if_the_tokenizer_has_none(tmp_path):

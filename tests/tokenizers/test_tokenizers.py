@@ -377,6 +377,30 @@ def test_a_prefix_that_the_tokenizer_adds_is_part_of_plain_prompts_only(tmp_path
     assert loaded.render([{"role": "user", "content": "a"}]).count(bos) == 2
 
 
+def test_sentencepiece_files_load_and_save(sentencepiece_file, tmp_path):
+    import sentencepiece
+
+    loaded = tokenizers.load(sentencepiece_file)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file))
+    text = "two and one are one"
+    assert loaded.encode(text) == library.encode(text)
+    assert loaded.decode(library.encode(text)) == text
+    assert (loaded.bos_id, loaded.eos_ids, loaded.pad_id) == (1, (2,), 2)
+    assert loaded.encode_prompt(text) == [1, *library.encode(text)]
+    assert loaded.encode("two</s>", special=True) == [*library.encode("two"), 2]
+    assert 2 not in loaded.encode("two</s>")
+    assert loaded.decode([1, *library.encode("two"), 2]) == "two"
+    assert loaded.decode([1, *library.encode("two"), 2], skip_special=False) == "<s>two</s>"
+    loaded.save_pretrained(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "generation_config.json",
+        "tokenizer.model",
+    ]
+    again = tokenizers.load(tmp_path)
+    assert again.encode(text) == loaded.encode(text)
+    again.save_pretrained(tmp_path)
+
+
 def test_text_after_a_control_token_gets_no_space_of_its_own(sentencepiece_file, tmp_path):
     shutil.copy(sentencepiece_file, tmp_path / "tokenizer.model")
     template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
@@ -399,12 +423,15 @@ def test_text_after_a_control_token_gets_no_space_of_its_own(sentencepiece_file,
 def test_files_that_are_no_tokenizer_are_refused(tmp_path):
     with pytest.raises(InputError, match="no tokenizer in this directory"):
         tokenizers.load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    with pytest.raises(InputError, match="not a sentencepiece model"):
+        tokenizers.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="cannot load the tokenizer"):
         tokenizers.load(tmp_path)
     with pytest.raises(InputError, match="no such model directory") as error:
-        tokenizers.load(tmp_path / "tokenizer.jsn")
-    assert error.value.fix.endswith("tokenizer.json?")
+        tokenizers.load(tmp_path / "tokenizer.modle")
+    assert error.value.fix.endswith("tokenizer.model?")
 
 
 @pytest.mark.parametrize("alphabet", ["", "aba"])

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for tokenizers of Hugging Face and of characters."""
+"""Text to token ids and back, for Hugging Face, sentencepiece and character-level tokenizers."""
 
 from typing import TYPE_CHECKING
 

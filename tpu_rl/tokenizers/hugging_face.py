@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import end_of_sequence, probe
-from tpu_rl.tokenizers.backend import Backend
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
 # Otherwise transformers prints a warning at every start that PyTorch is missing.
@@ -47,6 +49,59 @@ def characters(alphabet: str, chat_template: str | None = None) -> Tokenizer:
     return _from_hugging_face(tokenizer, eos_ids=(), where="characters")
 
 
+@dataclass(frozen=True)
+class _HuggingFace:
+    """Backend of `Tokenizer`."""
+
+    tokenizer: Any
+    lock: Any = field(default_factory=threading.Lock, compare=False, repr=False)
+    """Held while the library encodes: whether it splits special tokens is a state of its object,
+    which threads would change for each other."""
+
+    def encode_text(self, text: str) -> list[int]:
+        with self.lock:
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def encode_control(self, text: str) -> list[int] | None:
+        with self.lock:
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        with self.lock:
+            return self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+
+    def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
+        if getattr(self.tokenizer, "response_template", None) is None:
+            return None
+        try:
+            message = self.tokenizer.parse_response(text, prefix=prefix, tools=tools)
+        except Exception:  # The library raises many types for what a model may write.
+            return None
+        return message if isinstance(message, dict) else None
+
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        return self.tokenizer.special_tokens_map
+
+    def with_template(self, template: str) -> _HuggingFace:
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.chat_template = template
+        return _HuggingFace(tokenizer, self.lock)
+
+    def save(self, directory: Path) -> None:
+        self.tokenizer.save_pretrained(directory)
+        config_file = directory / "tokenizer_config.json"
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            # A name of transformers 5. All versions know the same class by the other name.
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            config_file.write_text(
+                json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+
+
 def load(directory: Path) -> Tokenizer:
     """Return the tokenizer of a directory. Raises InputError if it is missing or damaged."""
     from transformers import PreTrainedTokenizerFast
@@ -57,16 +112,15 @@ def load(directory: Path) -> Tokenizer:
         raise InputError(
             "no tokenizer in this directory",
             where=str(directory),
-            why="it has neither tokenizer.json nor tokenizer_config.json",
-            fix="copy the tokenizer's files into it; beside a tokenizer.model alone, write "
-            'tokenizer_config.json: {"tokenizer_class": "LlamaTokenizer"}',
+            why="it holds neither tokenizer.json nor tokenizer_config.json nor tokenizer.model",
+            fix="copy the tokenizer's files into it",
         )
     settings: dict[str, Any] = {}
     if settings_file.is_file():
         settings = untrusted_files.read_json(settings_file)
         untrusted_files.refuse_outside_files(settings, settings_file)
     if (directory / "tokenizer.json").is_file():
-        probe.require_harmless(directory / "tokenizer.json")
+        probe.require_harmless(directory / "tokenizer.json", "cannot load the tokenizer")
     try:
         if has_config:
             loader: Any = PreTrainedTokenizerFast
@@ -194,7 +248,7 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
         templates = {"default": templates}
     template = templates.get("default")
     return Tokenizer(
-        backend=Backend(tokenizer),
+        backend=_HuggingFace(tokenizer),
         eos_ids=eos_ids,
         bos_id=tokenizer.bos_token_id,
         pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,

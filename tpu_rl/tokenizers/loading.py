@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError, missing_file, refused
-from tpu_rl.tokenizers import hugging_face
+from tpu_rl.tokenizers import hugging_face, sentencepiece
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
 
@@ -15,24 +15,42 @@ def load(path: str | Path) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
-        path: a model directory, or a hub id, which is looked up in the local cache first.
+        path: a model directory, a sentencepiece `.model` file, or a hub id, which is looked up in
+            the local cache first.
 
     Raises:
         InputError: if there is no tokenizer, or it has no end-of-sequence token.
     """
     location = _resolve(str(path))
+    if location.is_file():
+        return sentencepiece.load(location)
     untrusted_files.require_safe(location)
+    model_file = location / "tokenizer.model"
+    hugging_face_files = ("tokenizer.json", "tokenizer_config.json")
+    if model_file.is_file() and not any((location / name).is_file() for name in hugging_face_files):
+        return sentencepiece.load(model_file, _template(location / sentencepiece.TEMPLATE_FILE))
     return hugging_face.load(location)
 
 
+def _template(file: Path) -> str | None:
+    """Return the chat template in a file, None if there is no file. Raises InputError."""
+    with refused(
+        UnicodeDecodeError,
+        "the chat template is not UTF-8",
+        where=str(file),
+        fix="download the file again",
+    ):
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
 def _resolve(path: str) -> Path:
-    """Return the local directory of a path or hub id."""
+    """Return the local file or directory of a path or hub id."""
     location = Path(path).expanduser()
-    if location.is_dir():
+    if location.exists():
         return location
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not location.parent.exists():
         return _hub_directory(path)
-    raise missing_file("no such model directory", location, where=path)
+    raise missing_file("no such model directory or tokenizer file", location, where=path)
 
 
 def _hub_directory(name: str) -> Path:

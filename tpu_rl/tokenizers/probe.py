@@ -67,16 +67,23 @@ def try_out(encode, decode, size, parts):
         require(length <= 10000, f"a token becomes {{length}} characters")
 
 try:
-    import tokenizers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = tokenizers.Tokenizer.from_file(file)
-    with open(file, encoding="utf-8") as opened:
-        # Parsed, the vocabulary would take more memory than the tokenizer.
-        parts = re.findall(r'"(?:Regex|String)"\\s*:\\s*"((?:[^"\\\\]|\\\\.)*)"', opened.read())
-    try_out(
-        lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids,
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        tokenizer.get_vocab_size(), parts)
+    if file.endswith(".model"):
+        import sentencepiece
+        processor = sentencepiece.SentencePieceProcessor()
+        processor.Load(file)
+        try_out(lambda text, special: processor.encode(text), processor.decode,
+                processor.get_piece_size(), [])
+    else:
+        import tokenizers
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        tokenizer = tokenizers.Tokenizer.from_file(file)
+        with open(file, encoding="utf-8") as opened:
+            # Parsed, the vocabulary would take more memory than the tokenizer.
+            parts = re.findall(r'"(?:Regex|String)"\\s*:\\s*"((?:[^"\\\\]|\\\\.)*)"', opened.read())
+        try_out(
+            lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids,
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            tokenizer.get_vocab_size(), parts)
 except MemoryError:
     os._exit({_OUT_OF_MEMORY})
 # A panic of the library is no Exception.
@@ -88,17 +95,21 @@ print("good")
 """
 
 
-def require_harmless(file: Path) -> None:
-    """Check a tokenizer.json by a trial.
+def require_harmless(file: Path, message: str) -> None:
+    """Check a tokenizer.json or a sentencepiece model by a trial.
 
-    Raises InputError if it fails, or exceeds the limits of time and memory.
+    Args:
+        message: the first line of the error.
+
+    Raises:
+        InputError: if it fails, or exceeds the limits of time and memory.
     """
     hashed = hashlib.sha256(file.read_bytes() + VERSION.encode()).hexdigest()
-    _require_harmless(hashed, str(file))
+    _require_harmless(hashed, str(file), message)
 
 
 @functools.cache
-def _require_harmless(hashed: str, file: str) -> None:
+def _require_harmless(hashed: str, file: str, message: str) -> None:
     known = _folder() / hashed
     if known.exists():
         return
@@ -127,7 +138,7 @@ def _require_harmless(hashed: str, file: str) -> None:
             known.touch()
         return
     raise InputError(
-        "cannot load the tokenizer",
+        message,
         where=file,
         why=_reason(process.returncode, printed, errors),
         fix="download its files again; do not use this one if it stays so: it may have been made "

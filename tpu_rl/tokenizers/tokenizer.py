@@ -1,4 +1,4 @@
-"""A tokenizer: texts and conversations as ids.
+"""A tokenizer, whatever library is behind it.
 
 Control tokens. A tokenizer's special tokens (end of sequence, turn markers) steer a model, so text
 that merely spells one must not become one: `encode` and the contents of chat messages yield
@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import (
@@ -27,11 +27,47 @@ from tpu_rl.tokenizers import (
     span_tokens,
     tool_calls,
 )
-from tpu_rl.tokenizers.backend import Backend
 from tpu_rl.tokenizers.conversations import Conversation, Message, Tools, Turn
 from tpu_rl.tokenizers.images import MARK, ImageReader
 
 AssistantTurns = Literal["all", "last"]
+
+
+class Backend(Protocol):
+    """The part of a tokenizer library that `Tokenizer` uses."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of ordinary text."""
+        ...
+
+    def encode_control(self, text: str) -> list[int] | None:
+        """Return the ids of text in which control-token literals become control tokens.
+
+        Returns None if the library cannot do this.
+        """
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, control tokens included."""
+        ...
+
+    def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
+        """Return the message that the model wrote after a prefix, as the tokenizer's own files
+        describe it. Returns None if they do not, or if it cannot be read."""
+        ...
+
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        """Texts of special tokens, by the names that chat templates use."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the library's own files."""
+        ...
+
+    def with_template(self, template: str) -> Backend:
+        """Return the backend with another chat template, which `save` writes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +100,7 @@ class Demonstration(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. See `load` and `characters`."""
+    """Text to ids and back, the same for every kind of tokenizer. See `load` and `characters`."""
 
     backend: Backend
     eos_ids: tuple[int, ...]
@@ -103,7 +139,8 @@ class Tokenizer:
         _require_encodable(text)
         if not special:
             return self._encode_text(text)
-        return self.backend.encode_control(text)
+        ids = self.backend.encode_control(text)
+        return self._encode_marked(text, mark=None) if ids is None else ids
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the ids of a text that continues another one, which has ids of its own.
@@ -880,7 +917,7 @@ class Tokenizer:
         return conversation.text(True).removeprefix(conversation.text(False))
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write files that `load` and transformers can read.
+        """Write files that `load`, and transformers or sentencepiece, can read.
 
         generation_config.json is one of them, because a tokenizer's own files can name one end
         only.
@@ -969,7 +1006,8 @@ class Tokenizer:
         The reason is sentencepiece's leading space.
         """
         literal = next(iter(self.control))
-        return self.backend.encode_control(literal + "a")[1:] != self._encode_text("a")
+        ids = self.backend.encode_control(literal + "a")
+        return ids is not None and ids[1:] != self._encode_text("a")
 
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
