@@ -268,7 +268,7 @@ def test_plain_text_is_encoded_as_it_is():
     ],
 )
 def test_the_template_says_the_format(template, name):
-    assert next(iter(tool_calls.formats_of(template)), None) == name
+    assert tool_calls.format_of(template) == name
 
 
 def test_a_turn_is_parsed_without_its_end():

@@ -103,6 +103,12 @@ class ParsedTurn(NamedTuple):
         return message | ({"tool_calls": calls} if calls else {})
 
 
+def format_of(template: str | None) -> str | None:
+    """Return the first format of which a chat template has a mark, which only suggests it; "plain"
+    without a template, and None without a mark."""
+    return "plain" if template is None else next(iter(formats_of(template)), None)
+
+
 def formats_of(template: str) -> list[str]:
     """Return the formats of which a chat template has a mark."""
     return [name for name, row in FORMATS.items() if row.is_in(template, row.template_marks)]
