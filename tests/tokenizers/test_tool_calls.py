@@ -260,6 +260,7 @@ def test_plain_text_is_encoded_as_it_is():
 @pytest.mark.parametrize(
     ("template", "name"),
     [
+        (None, "plain"),
         ("... <tool_call> ...", "hermes"),
         ("<|start_header_id|>", "llama"),
         ("[TOOL_CALLS]", "mistral"),
