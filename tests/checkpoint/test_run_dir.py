@@ -158,7 +158,7 @@ def test_a_kill_at_any_moment(copy, whole, moment):
 def test_a_kill_of_the_process(fake, whole):
     """SIGKILL after the first checkpoint, of step 2, on the way to the next one."""
     environment = os.environ | fake.environment() | {"JAX_PLATFORMS": "cpu"}
-    script = Path(run.__file__)
+    script = Path(__file__).parents[2] / "launch" / "run.py"
     slow = [sys.executable, str(script), *COMMAND]
     process = subprocess.Popen(slow, env=environment, stdout=subprocess.PIPE, text=True)
     while "runs/first/checkpoints/2.json" not in fake.objects and process.poll() is None:

@@ -135,7 +135,8 @@ def test_our_part_runs(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     runs = json.loads((tmp_path / "peers.json").read_text())["runs"]
     assert [run["shape"] for run in runs] == list(peers.SHAPES)
-    step, _, long_tail, _ = (run["result"] for run in runs)
+    results = {run["shape"]: run["result"] for run in runs}
+    step, long_tail = results["step"], results["long_tail"]
     assert step["tokens"] == [2 * 4 * 8]
     work = json.loads((tmp_path / "long_tail-0-ours" / "work.json").read_text())
     assert long_tail["tokens"] == [sum(work["lengths"][1])]

@@ -561,7 +561,7 @@ def per_episode(
     return jnp.where(scored, values[jnp.minimum(first, size - 1)], 0.0)
 
 
-def episode_totals(values: FloatN, episode_id: IntN | None) -> FloatN:
+def episode_totals(values: NumberN, episode_id: IntN | None) -> NumberN:
     """Compute the sum of `values` [N] over the rows of each row's episode, [N]."""
     if episode_id is None:
         return values
