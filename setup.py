@@ -103,6 +103,7 @@ setup(
             "py.typed",
             "pretrained/*/*",
             "commands/plan/*.json",
+            "commands/presets/*.yaml",
             "commands/tools/*.yaml",
             "report/templates/*",
             "models/attention/*.tsv",

@@ -22,8 +22,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from tpu_rl import rewards, wings
 from tpu_rl.algos import ALGORITHMS, NAMES
-from tpu_rl.commands import config
-from tpu_rl.commands.presets import PRESETS
+from tpu_rl.commands import config, presets
 from tpu_rl.commands.tools import model_card
 from tpu_rl.rewards import scoring
 
@@ -148,8 +147,8 @@ def summary(method: type) -> str:
 
 
 def description_of(name: str) -> str:
-    """Return the docstring of a preset."""
-    return inspect.getdoc(PRESETS[name]) or ""
+    """Return the description of a preset."""
+    return presets.tables()[name]["about"].removesuffix("\n")
 
 
 def presets_of(method: type) -> list[str]:

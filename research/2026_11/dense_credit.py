@@ -11,14 +11,14 @@ from pathlib import Path
 
 import arms
 
-from tpu_rl.commands.presets.arithmetic import SEMICOLON
+from tpu_rl.tasks.arithmetic import ALPHABET
 
 MODELS = {
     "outcome": "arithmetic_reward_model",
     "sentence": "arithmetic_sentence_reward",
     "process": "arithmetic_process_reward",
 }
-BY_STEP = ("--algorithm.credit", "reward", "--algorithm.separators", str(SEMICOLON))
+BY_STEP = ("--algorithm.credit", "reward", "--algorithm.separators", str(4 + ALPHABET.index(";")))
 ARMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "outcome model, one number": ("outcome", "{}", ()),
     "outcome model, change from step to step": ("outcome", "dense(of={}, separator=;)", BY_STEP),

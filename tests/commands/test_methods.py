@@ -15,7 +15,6 @@ from tests.commands.conftest import QWEN, TEMPLATE
 from tests.fixtures.runs import digest, rows_of
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import config, run
-from tpu_rl.commands.presets import PRESETS
 from tpu_rl.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +105,7 @@ def test_a_method_trains_on_own_rows(method, checkpoint, tmp_path, monkeypatch):
             algorithm=algorithm,
             phases=(replace(phase, algorithm=algorithm, until=1),),
         )
-        monkeypatch.setitem(PRESETS, "q_sharp", lambda: short)
+        monkeypatch.setattr(config, "preset", lambda name: short)
     assert run.main(command(method, checkpoint, tmp_path)) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]

@@ -11,8 +11,7 @@ from tests.fixtures.echo import TOKENIZER, digit, score_prompts
 from tests.fixtures.picture_model import PER_IMAGE, picture_tokenizer
 from tpu_rl.algorithm_spec import Hint
 from tpu_rl.algos import SelfDistillConfig
-from tpu_rl.commands.config import require_trainable
-from tpu_rl.commands.presets import own_data
+from tpu_rl.commands.config import preset, require_trainable
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.rows.hints import log_ratios, with_hint
@@ -90,7 +89,7 @@ def test_a_teacher_with_a_hint_sees_the_image_of_the_prompt():
 
 
 def test_settings_that_have_no_place_for_the_hint_are_refused():
-    run = own_data.self_distill()
+    run = preset("self_distill")
     likelihood = dataclasses.replace(run.rollout, likelihood=LikelihoodConfig(coef=1.0))
     for changes in ({"environment": "calculator"}, {"rollout": likelihood}):
         with pytest.raises(InputError):

@@ -9,8 +9,7 @@ import pytest
 
 from tests.fixtures.echo import TOKENIZER, digit, score_prompts
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.commands.config import require_trainable
-from tpu_rl.commands.presets import arithmetic
+from tpu_rl.commands.config import preset, require_trainable
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.likelihood import answer_texts, reference_likelihood, tokens_up_to
@@ -109,7 +108,7 @@ def test_right_completions_that_make_the_answer_likely_earn_their_reward_again()
     ],
 )
 def test_a_form_without_what_it_reads_is_refused(likelihood, flag):
-    run = arithmetic.arithmetic_grpo()
+    run = preset("arithmetic_grpo")
     rollout = dataclasses.replace(run.rollout, likelihood=likelihood)
     run = dataclasses.replace(run, algorithm=GrpoConfig(), rollout=rollout, reward=())
     with pytest.raises(InputError) as error:
@@ -134,7 +133,7 @@ def test_a_row_without_an_answer_is_refused():
     ],
 )
 def test_wrong_settings_are_refused(field, value, flag):
-    run = arithmetic.arithmetic_grpo()
+    run = preset("arithmetic_grpo")
     likelihood = dataclasses.replace(LikelihoodConfig(coef=1.0), **{field: value})
     rollout = dataclasses.replace(run.rollout, likelihood=likelihood)
     with pytest.raises(InputError) as error:
@@ -144,7 +143,7 @@ def test_wrong_settings_are_refused(field, value, flag):
 
 @pytest.mark.parametrize("rollout", [{"dynamic_sampling_rounds": 1}, {"normalize_rewards": True}])
 def test_settings_that_read_rewards_before_are_refused(rollout):
-    run = arithmetic.arithmetic_grpo()
+    run = preset("arithmetic_grpo")
     changed = dataclasses.replace(run.rollout, likelihood=LikelihoodConfig(coef=1.0), **rollout)
     with pytest.raises(InputError):
         require_trainable(dataclasses.replace(run, rollout=changed))

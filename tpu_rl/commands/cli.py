@@ -90,10 +90,10 @@ def command(name: str) -> ModuleType:
 
 def print_presets() -> None:
     """Print each preset with the first sentence of its description."""
-    functions = importlib.import_module("tpu_rl.commands.presets").functions()
-    descriptions = {name: description for name, (_, description) in functions.items()}
-    width = max(map(len, descriptions))
-    for name, description in sorted(descriptions.items()):
+    tables = importlib.import_module("tpu_rl.commands.presets").tables()
+    width = max(map(len, tables))
+    for name, table in sorted(tables.items()):
+        description = " ".join(table["about"].split())
         sentence = description.partition(". ")[0].partition(": ")[0].partition(":")[0]
         print(f"{name:{width}}  {sentence.rstrip('.')}")
 

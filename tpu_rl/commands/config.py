@@ -19,7 +19,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -672,13 +672,8 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_training(config)
 
 
-def _presets() -> dict[str, Callable[[], ExperimentConfig]]:
-    # Presets are made of this module's classes, so they are imported when they are asked for.
-    return wings.MODULES["presets"].PRESETS
-
-
 def preset_names() -> list[str]:
-    return sorted(_presets())
+    return sorted(wings.MODULES["presets"].tables())
 
 
 def preset(name: str) -> ExperimentConfig:
@@ -686,8 +681,8 @@ def preset(name: str) -> ExperimentConfig:
 
     Raises InputError if there is none; it names the nearest one.
     """
-    presets = _presets()
-    if name not in presets:
+    presets = wings.MODULES["presets"]
+    if name not in presets.tables():
         if "=" in name:
             setting, library = name.partition("=")[0], flag_names.library_of(name)
             raise InputError(
@@ -695,7 +690,8 @@ def preset(name: str) -> ExperimentConfig:
                 fix=f"begin with one, such as grpo, sft or dpo, and {flag_names.OTHER_FILES}",
             )
         raise unknown_name("preset", name, preset_names())
-    return presets[name]()
+    beginning = to_dict(ExperimentConfig(ALGORITHMS["grpo"].config(), FileData()))
+    return from_dict(ExperimentConfig, presets.values_of(name, beginning), find_class)
 
 
 # --- config.yaml ---

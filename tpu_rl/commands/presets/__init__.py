@@ -1,42 +1,48 @@
-"""The presets: named experiments, one function each that makes its configuration.
+"""The presets: named experiments, each a table of settings in a YAML file of this folder.
 
-A module holds those of one task. The first sentence of a function's docstring is what
-`tpu-rl presets` says of it. The names are read from the sources, so that a command imports only the
-module of its own preset.
+A file holds those of one task. Each preset has `about`, its description, whose first sentence is
+what `tpu-rl presets` says of it; `preset`, the name of another one that it changes, if it does; and
+its settings in the form of config.yaml. A part with another `kind` takes the place of what was
+there, and of any other part only the settings that are named change.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from tpu_rl.lazy import LazyTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-    from tpu_rl.commands.config import ExperimentConfig
+import yaml
 
 
 @functools.cache
-def functions() -> dict[str, tuple[str, str]]:
-    """Read preset -> (its module, its description) from the sources of this folder."""
+def tables() -> dict[str, dict[str, Any]]:
+    """Read preset -> its table from the files of this folder."""
+    files = sorted(Path(__file__).parent.glob("*.yaml"))
     return {
-        node.name: (f"{__name__}.{file.stem}", " ".join((ast.get_docstring(node) or "").split()))
-        for file in Path(__file__).parent.glob("[!_]*.py")
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        name: table
+        for file in files
+        for name, table in yaml.safe_load(file.read_text(encoding="utf-8")).items()
     }
 
 
-def _function(module: ModuleType, name: str) -> Callable[[], ExperimentConfig]:
-    return vars(module)[name]
+def values_of(name: str, beginning: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain values of a preset's configuration.
+
+    Args:
+        name: a key of `tables`.
+        beginning: those of the configuration that presets without `preset` change.
+    """
+    table = tables()[name]
+    base = values_of(table["preset"], beginning) if "preset" in table else beginning
+    changes = {key: value for key, value in table.items() if key not in ("about", "preset")}
+    return changed(base, changes)
 
 
-PRESETS: LazyTable[Callable[[], ExperimentConfig]] = LazyTable(
-    _function, {name: module for name, (module, _) in functions().items()}
-)
-"""Name -> the function that makes the preset."""
+def changed(old: Any, new: Any) -> Any:
+    """Return plain values with changes: of a part of the same kind, those of its settings."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    if new.get("kind", old["kind"]) != old["kind"]:
+        return new
+    return old | {name: changed(old.get(name), value) for name, value in new.items()}
