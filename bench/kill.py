@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 from tpu_rl.algos import DistillConfig, QSharpConfig
 from tpu_rl.commands import config
 from tpu_rl.commands.config import CheckpointConfig, ExperimentConfig, Phase
-from tpu_rl.commands.tools.run_checks import verify
+from tpu_rl.commands.tools.verify import verify
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 from tpu_rl.runtime import process_group
 
