@@ -107,6 +107,7 @@ setup(
             "commands/tools/*.yaml",
             "report/templates/*",
             "models/attention/*.tsv",
+            "models/hf/*.yaml",
         ]
     },
     entry_points={"console_scripts": ["tpu-rl = tpu_rl.commands.cli:main"]},

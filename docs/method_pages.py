@@ -22,7 +22,8 @@ sys.path.insert(0, str(DOCS.parent))
 
 from tpu_rl import rewards, wings
 from tpu_rl.algos import ALGORITHMS, NAMES
-from tpu_rl.commands import config, presets
+from tpu_rl.commands import config
+from tpu_rl.commands.presets import presets
 from tpu_rl.commands.tools import model_card
 from tpu_rl.rewards import scoring
 
@@ -148,7 +149,7 @@ def summary(method: type) -> str:
 
 def description_of(name: str) -> str:
     """Return the description of a preset."""
-    return presets.tables()[name]["about"].removesuffix("\n")
+    return presets()[name]["about"].removesuffix("\n")
 
 
 def presets_of(method: type) -> list[str]:

@@ -90,9 +90,9 @@ def command(name: str) -> ModuleType:
 
 def print_presets() -> None:
     """Print each preset with the first sentence of its description."""
-    tables = importlib.import_module("tpu_rl.commands.presets").tables()
-    width = max(map(len, tables))
-    for name, table in sorted(tables.items()):
+    presets = importlib.import_module("tpu_rl.commands.presets").presets()
+    width = max(map(len, presets))
+    for name, table in sorted(presets.items()):
         description = " ".join(table["about"].split())
         sentence = description.partition(". ")[0].partition(": ")[0].partition(":")[0]
         print(f"{name:{width}}  {sentence.rstrip('.')}")

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from tpu_rl import lazy, ranges, run_files, untrusted_files, wings
+from tpu_rl import lazy, ranges, run_files, tables, untrusted_files, wings
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
@@ -673,7 +673,7 @@ def require_trainable(config: ExperimentConfig) -> None:
 
 
 def preset_names() -> list[str]:
-    return sorted(wings.MODULES["presets"].tables())
+    return sorted(wings.MODULES["presets"].presets())
 
 
 def preset(name: str) -> ExperimentConfig:
@@ -681,8 +681,8 @@ def preset(name: str) -> ExperimentConfig:
 
     Raises InputError if there is none; it names the nearest one.
     """
-    presets = wings.MODULES["presets"]
-    if name not in presets.tables():
+    presets = wings.MODULES["presets"].presets()
+    if name not in presets:
         if "=" in name:
             setting, library = name.partition("=")[0], flag_names.library_of(name)
             raise InputError(
@@ -690,8 +690,9 @@ def preset(name: str) -> ExperimentConfig:
                 fix=f"begin with one, such as grpo, sft or dpo, and {flag_names.OTHER_FILES}",
             )
         raise unknown_name("preset", name, preset_names())
+    changes = {key: value for key, value in presets[name].items() if key != "about"}
     beginning = to_dict(ExperimentConfig(ALGORITHMS["grpo"].config(), FileData()))
-    return from_dict(ExperimentConfig, presets.values_of(name, beginning), find_class)
+    return from_dict(ExperimentConfig, tables.merged(beginning, changes), find_class)
 
 
 # --- config.yaml ---

@@ -12,37 +12,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tpu_rl import tables
 
 
 @functools.cache
-def tables() -> dict[str, dict[str, Any]]:
-    """Read preset -> its table from the files of this folder."""
-    files = sorted(Path(__file__).parent.glob("*.yaml"))
-    return {
-        name: table
-        for file in files
-        for name, table in yaml.safe_load(file.read_text(encoding="utf-8")).items()
-    }
-
-
-def values_of(name: str, beginning: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values of a preset's configuration.
-
-    Args:
-        name: a key of `tables`.
-        beginning: those of the configuration that presets without `preset` change.
-    """
-    table = tables()[name]
-    base = values_of(table["preset"], beginning) if "preset" in table else beginning
-    changes = {key: value for key, value in table.items() if key not in ("about", "preset")}
-    return changed(base, changes)
-
-
-def changed(old: Any, new: Any) -> Any:
-    """Return plain values with changes: of a part of the same kind, those of its settings."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    if new.get("kind", old["kind"]) != old["kind"]:
-        return new
-    return old | {name: changed(old.get(name), value) for name, value in new.items()}
+def presets() -> dict[str, dict[str, Any]]:
+    """Read preset -> its table, which has what the one has that it changes."""
+    return tables.read(sorted(Path(__file__).parent.glob("*.yaml")), base="preset")

@@ -1,16 +1,18 @@
 """The supported families of models, as data: their configurations and the names of their weights.
 
-`FAMILIES` maps each `model_type` to what distinguishes the family from Llama. `read_config` reads a
-Hugging Face configuration with it.
+`FAMILIES`, which families.yaml holds, maps each `model_type` to what distinguishes the family.
+`read_config` reads a Hugging Face configuration with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
+from tpu_rl import tables
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import (
     RECURRENT,
@@ -33,53 +35,6 @@ from tpu_rl.models.hf.checks import (
 )
 from tpu_rl.models.vision import towers
 
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm.weight",
-    "query": "self_attn.q_proj.weight",
-    "key": "self_attn.k_proj.weight",
-    "value": "self_attn.v_proj.weight",
-    "output": "self_attn.o_proj.weight",
-    "query_down": "self_attn.q_a_proj.weight",
-    "query_latent_norm": "self_attn.q_a_layernorm.weight",
-    "query_up": "self_attn.q_b_proj.weight",
-    "latent": "self_attn.kv_a_proj_with_mqa.weight",
-    "latent_norm": "self_attn.kv_a_layernorm.weight",
-    "latent_up": "self_attn.kv_b_proj.weight",
-    "query_bias": "self_attn.q_proj.bias",
-    "key_bias": "self_attn.k_proj.bias",
-    "value_bias": "self_attn.v_proj.bias",
-    "output_bias": "self_attn.o_proj.bias",
-    "query_norm": "self_attn.q_norm.weight",
-    "key_norm": "self_attn.k_norm.weight",
-    "gated_query": "self_attn.q_proj.weight",
-    **dict.fromkeys(("delta_query", "delta_key", "delta_value"), "linear_attn.in_proj_qkv.weight"),
-    **dict.fromkeys(
-        ("delta_query_taps", "delta_key_taps", "delta_value_taps"), "linear_attn.conv1d.weight"
-    ),
-    "delta_gate": "linear_attn.in_proj_z.weight",
-    "delta_rate": "linear_attn.in_proj_b.weight",
-    "delta_decay": "linear_attn.in_proj_a.weight",
-    "delta_decay_log": "linear_attn.A_log",
-    "delta_decay_bias": "linear_attn.dt_bias",
-    "delta_norm": "linear_attn.norm.weight",
-    "delta_output": "linear_attn.out_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "layer_input_gate": "per_layer_input_gate.weight",
-    "layer_input_projection": "per_layer_projection.weight",
-    "layer_input_post_norm": "post_per_layer_input_norm.weight",
-    "layer_scalar": "layer_scalar",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
-    "shared_gate": "mlp.shared_experts.gate_proj.weight",
-    "shared_up": "mlp.shared_experts.up_proj.weight",
-    "shared_down": "mlp.shared_experts.down_proj.weight",
-}
-"""Weight -> Hugging Face's name inside `model.layers.N.`. A family may override some of them."""
-
 TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "unembedding": "lm_head.weight",
@@ -90,31 +45,6 @@ TOP_NAMES = {
     "score": "score.weight",
 }
 """Weight outside of the layers -> Hugging Face's name."""
-
-GEMMA_NORMS = {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-GEMMA4_NAMES = GEMMA_NORMS | moe_families.GEMMA4_NAMES
-GLM4_NORMS = {
-    "attention_post_norm": "post_self_attn_layernorm.weight",
-    "mlp_post_norm": "post_mlp_layernorm.weight",
-}
-WIDE_NORMS = {
-    "query_wide_norm": "self_attn.q_norm.weight",
-    "key_wide_norm": "self_attn.k_norm.weight",
-}
-OLMO_NORMS = WIDE_NORMS | {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-
-# Weights with the same name are one tensor in files: the rows of the first weight come first.
-FUSED_ATTENTION: dict[str, str] = dict.fromkeys(
-    ("query", "key", "value"), "self_attn.qkv_proj.weight"
-)
-FUSED_MLP: dict[str, str] = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight")
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -168,45 +98,15 @@ MAX_SIZES = {
 memory."""
 
 
-# Layer types of configurations without `layer_types`.
-
-LayerTypes = Callable[[Mapping[str, Any]], list[str]]
-"""Configuration -> type of each layer, "full", "sliding" or "linear"."""
-
 UNROTATED = {"full": "unrotated"}
 """Type of a layer -> its type without rotary embedding."""
 
 
-def _full(hf: Mapping[str, Any]) -> list[str]:
-    return ["full"] * hf["num_hidden_layers"]
-
-
-def _all_sliding(hf: Mapping[str, Any]) -> list[str]:
-    return ["sliding" if hf["sliding_window"] else "full"] * hf["num_hidden_layers"]
-
-
-def _sliding_if_used(hf: Mapping[str, Any]) -> list[str]:
-    is_used = hf["use_sliding_window"] and hf["sliding_window"]
-    return ["sliding" if is_used else "full"] * hf["num_hidden_layers"]
-
-
-def _upper_sliding(hf: Mapping[str, Any]) -> list[str]:
-    is_used = hf["use_sliding_window"] and hf["sliding_window"]
-    first_sliding = hf["max_window_layers"] if is_used else hf["num_hidden_layers"]
-    return ["sliding" if i >= first_sliding else "full" for i in range(hf["num_hidden_layers"])]
-
-
-def _every_nth_full(hf: Mapping[str, Any]) -> list[str]:
-    period = hf["sliding_window_pattern"]
-    return ["sliding" if (i + 1) % period else "full" for i in range(hf["num_hidden_layers"])]
-
-
-def _others_linear(hf: Mapping[str, Any]) -> list[str]:
-    period = hf["full_attention_interval"]
-    return ["linear" if (i + 1) % period else "full" for i in range(hf["num_hidden_layers"])]
-
-
 # The families.
+
+LayerTypes = Literal[
+    "full", "all_sliding", "sliding_if_used", "upper_sliding", "every_nth_full", "others_linear"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,12 +117,12 @@ class Family:
     """The class in transformers."""
     defaults: Mapping[str, Any]
     """Values that transformers assumes for fields that a configuration does not have."""
-    layer_types: LayerTypes = _full
-    """Layer types of a configuration without the field `layer_types`."""
+    layer_types: LayerTypes = "full"
+    """The rule for configurations without the field `layer_types`; see `_usual_layer_types`."""
     reads_layer_types: bool = True
     """True if transformers reads the field `layer_types`."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Names of layer weights that differ from `LAYER_NAMES`. Weights with the same name are one
+    """Weight -> Hugging Face's name inside `model.layers.N.`. Weights with the same name are one
     tensor in files."""
     is_interleaved: bool = False
     """True if the columns of weights that are one tensor alternate in files. Otherwise the rows of
@@ -231,7 +131,7 @@ class Family:
     """True if a matrix of all experts, which is one tensor, is [experts, outputs, inputs]."""
     experts_may_be_turned: bool = False
     """True if files also have such a tensor with these two axes the other way round."""
-    quantizations: tuple[str, ...] = ()
+    quantizations: Sequence[str] = ()
     """Values of `quant_method` in files that are read, and dequantized."""
     norm: NormConfig = NormConfig()
     """The norms; their epsilon comes from the configuration."""
@@ -246,301 +146,19 @@ class Family:
         return self.classifier or self.architecture.replace("ForCausalLM", HEAD_SUFFIX)
 
 
-# Some keys are no fields of Hugging Face configurations, but properties that a family has without
-# saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `biased_output`
-# (False for GLM-4, whose `attention_bias` leaves out the output), `query_key_norm` (Qwen3, Gemma
-# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `rope_interleave` (GLM-4), `gated_attention`
-# (Qwen3.5), `attention_sinks` and `biased_experts` (gpt-oss), and `value_norm` and `layer_scalars`
-# (Gemma 4).
-_LLAMA = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "attention_bias": False,
-    "query_key_value_bias": False,
-    "biased_output": True,
-    "mlp_bias": False,
-    "query_key_norm": False,
-    "joint_query_key_norm": False,
-    "clip_qkv": None,
-    "sliding_window": None,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "query_pre_attn_scalar": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "attention_sinks": False,
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": None,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-_QWEN2 = {
-    **_LLAMA,
-    "query_key_value_bias": True,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_QWEN3 = {**_QWEN2, "query_key_value_bias": False, "query_key_norm": True, "head_dim": 128}
-_QWEN2_VL = {
-    **_QWEN2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "num_key_value_heads": 8,
-    "max_window_layers": 80,
-}
-_QWEN3_VL = {
-    **_QWEN3,
-    "rope_theta": 500_000.0,
-    "max_position_embeddings": 128_000,
-    "use_sliding_window": False,
-}
-_GEMMA2 = {
-    **_LLAMA,
-    "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 2,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "vocab_size": 256_000,
-}
-_GEMMA3 = {
-    **_GEMMA2,
-    "query_key_norm": True,
-    "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "vocab_size": 262_208,
-}
-_GEMMA4 = {
-    **_GEMMA3,
-    "query_key_norm": True,
-    "value_norm": True,
-    "layer_scalars": True,
-    "attention_multiplier": 1.0,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": None,
-    "attention_k_eq_v": False,
-    "sliding_window": 512,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    },
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-    "vocab_size_per_layer_input": 262_144,
-    "hidden_size_per_layer_input": 256,
-    "enable_moe_block": False,
-    **moe_families.GEMMA4,
-    "vocab_size": 262_144,
-}
-_GEMMA4_UNIFIED = {**_GEMMA4, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-_SMOLLM3 = {
-    **_LLAMA,
-    "rope_theta": 2_000_000.0,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "no_rope_layers": None,
-    "no_rope_layer_interval": 4,
-}
-_OLMO2 = {**_LLAMA, "rms_norm_eps": 1e-5, "joint_query_key_norm": True}
-_OLMO3 = {
-    **_OLMO2,
-    "rope_theta": 500_000.0,
-    "rope_local_base_freq": 500_000.0,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-}
-_PHI3 = {
-    **_LLAMA,
-    "rms_norm_eps": 1e-5,
-    "partial_rotary_factor": 1.0,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-}
-_GLM4 = {
-    **_LLAMA,
-    "rms_norm_eps": 1.5625e-7,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "attention_bias": True,
-    "biased_output": False,
-    "partial_rotary_factor": 0.5,
-    "rope_interleave": True,
-}
-_GRANITE = {**_LLAMA, "attention_multiplier": 1.0}
-_QWEN3_5 = {
-    **_LLAMA,
-    "query_key_norm": True,
-    "gated_attention": True,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
-_MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
-_QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
-_QWEN3_VL_MOE = {**_QWEN3_VL, **moe_families.QWEN3_VL_MOE}
-_QWEN3_5_MOE = {**_QWEN3_5, **moe_families.QWEN3_5_MOE}
-_QWEN3_NEXT = {**_QWEN3_5, **moe_families.QWEN3_NEXT}
-_OLMOE = {**_LLAMA, **moe_families.OLMOE}
-_DEEPSEEK_V3 = {**_LLAMA, **moe_families.DEEPSEEK_V3}
-_GPT_OSS = {**_LLAMA, **moe_families.GPT_OSS}
+def _read_families() -> tuple[dict[str, Family], dict[str, str]]:
+    """Read the families in families.yaml, and the names of weights in most of them."""
+    rows = tables.read([Path(__file__).with_name("families.yaml")], base="like")
+    most = rows.pop("all")
+    families: dict[str, Family] = {}
+    for name, row in rows.items():
+        norm = NormConfig(**row.pop("norm", {}))
+        families[name] = Family(**row, norm=norm)
+    return families, most["names"]
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, reads_layer_types=False),
-    "mistral": Family(
-        "MistralForCausalLM",
-        {**_LLAMA, "sliding_window": 4096, "num_key_value_heads": 8},
-        layer_types=_all_sliding,
-        reads_layer_types=False,
-    ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN2, layer_types=_upper_sliding),
-    "qwen3": Family("Qwen3ForCausalLM", _QWEN3, layer_types=_upper_sliding),
-    "qwen2_vl_text": Family("Qwen2VLTextModel", _QWEN2_VL, layer_types=_upper_sliding),
-    "qwen2_5_vl_text": Family("Qwen2_5_VLTextModel", _QWEN2_VL, layer_types=_upper_sliding),
-    "qwen3_vl_text": Family("Qwen3VLTextModel", _QWEN3_VL, reads_layer_types=False),
-    "qwen3_vl_moe_text": Family(
-        "Qwen3VLMoeTextModel",
-        _QWEN3_VL_MOE,
-        reads_layer_types=False,
-        names=moe_families.QWEN3_VL_MOE_NAMES,
-        experts_may_be_turned=True,
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        _MIXTRAL,
-        layer_types=_all_sliding,
-        reads_layer_types=False,
-        names=moe_families.MIXTRAL_NAMES,
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        _QWEN3_MOE,
-        layer_types=_sliding_if_used,
-        reads_layer_types=False,
-        names=moe_families.NAMES,
-    ),
-    "olmoe": Family(
-        "OlmoeForCausalLM", _OLMOE, reads_layer_types=False, names=moe_families.OLMOE_NAMES
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _GEMMA2,
-        layer_types=_every_nth_full,
-        names=GEMMA_NORMS,
-        norm=NormConfig(unit_offset=True, post=True),
-        scales_embedding=True,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        _GEMMA3,
-        layer_types=_every_nth_full,
-        names=GEMMA_NORMS,
-        norm=NormConfig(unit_offset=True, post=True),
-        scales_embedding=True,
-        classifier="Gemma3Text" + HEAD_SUFFIX,
-    ),
-    "gemma4_text": Family(
-        "Gemma4ForCausalLM",
-        _GEMMA4,
-        layer_types=_every_nth_full,
-        names=GEMMA4_NAMES,
-        experts_are_transposed=True,
-        norm=NormConfig(post=True),
-        scales_embedding=True,
-    ),
-    "gemma4_unified_text": Family(
-        "Gemma4UnifiedForCausalLM",
-        _GEMMA4_UNIFIED,
-        layer_types=_every_nth_full,
-        names=GEMMA4_NAMES,
-        norm=NormConfig(post=True),
-        scales_embedding=True,
-    ),
-    "smollm3": Family("SmolLM3ForCausalLM", _SMOLLM3, layer_types=_sliding_if_used),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        _OLMO2,
-        reads_layer_types=False,
-        names=OLMO_NORMS,
-        norm=NormConfig(pre=False, post=True),
-    ),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        _OLMO3,
-        layer_types=_every_nth_full,
-        names=OLMO_NORMS,
-        norm=NormConfig(pre=False, post=True),
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        _PHI3,
-        layer_types=_all_sliding,
-        reads_layer_types=False,
-        names=FUSED_ATTENTION | FUSED_MLP,
-    ),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        _GLM4,
-        reads_layer_types=False,
-        names=GLM4_NORMS | FUSED_MLP,
-        norm=NormConfig(post=True),
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        _GPT_OSS,
-        layer_types=_every_nth_full,
-        names=moe_families.GPT_OSS_NAMES,
-        is_interleaved=True,
-        quantizations=("mxfp4",),
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        _DEEPSEEK_V3,
-        reads_layer_types=False,
-        names=moe_families.DEEPSEEK_V3_NAMES,
-    ),
-    "granite": Family("GraniteForCausalLM", _GRANITE, reads_layer_types=False),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        _QWEN3_5,
-        layer_types=_others_linear,
-        norm=NormConfig(unit_offset=True),
-        classifier="Qwen3_5Text" + HEAD_SUFFIX,
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
-        _QWEN3_5_MOE,
-        layer_types=_others_linear,
-        names=moe_families.QWEN3_5_MOE_NAMES,
-        norm=NormConfig(unit_offset=True),
-        classifier="Qwen3_5MoeText" + HEAD_SUFFIX,
-    ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        _QWEN3_NEXT,
-        layer_types=_others_linear,
-        names=moe_families.QWEN3_NEXT_NAMES,
-        norm=NormConfig(unit_offset=True),
-    ),
-}
-"""`model_type` -> family."""
+
+FAMILIES, LAYER_NAMES = _read_families()
+"""`model_type` -> family, and weight -> Hugging Face's name inside `model.layers.N.` in most."""
 
 MULTIMODAL = {
     "gemma3": "gemma3_text",
@@ -758,7 +376,7 @@ def _layer_types(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     stated = hf.get("layer_types", []) if family.reads_layer_types else []
     layer_types = tuple(name.removesuffix("_attention") for name in stated)
     if not layer_types:
-        layer_types = tuple(family.layer_types(hf))
+        layer_types = tuple(_usual_layer_types(family.layer_types, hf))
     num_layers = hf["num_hidden_layers"]
     if hf["model_type"] in rope_config.GEMMA4:
         layer_types = (*layer_types[:-1], "full")  # as transformers does
@@ -800,6 +418,21 @@ def _layer_types(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
             fix="use a model with use_sliding_window = false",
         )
     return tuple(name if is_rotated else UNROTATED[name] for name, is_rotated in pairs)
+
+
+def _usual_layer_types(rule: LayerTypes, hf: Mapping[str, Any]) -> list[str]:
+    """Return the type of each layer, "full", "sliding" or "linear", by the rule of a family."""
+    numbers = range(hf["num_hidden_layers"])
+    if rule in ("every_nth_full", "others_linear"):
+        is_linear = rule == "others_linear"
+        period = hf["full_attention_interval" if is_linear else "sliding_window_pattern"]
+        other = "linear" if is_linear else "sliding"
+        return [other if (i + 1) % period else "full" for i in numbers]
+    is_used = hf["sliding_window"] and (rule == "all_sliding" or hf.get("use_sliding_window"))
+    if rule == "full" or not is_used:
+        return ["full" for _ in numbers]
+    first_sliding = hf["max_window_layers"] if rule == "upper_sliding" else 0
+    return ["sliding" if i >= first_sliding else "full" for i in numbers]
 
 
 def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> AttentionConfig:
@@ -964,8 +597,7 @@ def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -
     """Return Hugging Face's name of the weight `name`, in a layer or (None) outside of layers."""
     if layer is None:
         return TOP_NAMES[name]
-    names = LAYER_NAMES | {**family.names}
-    return f"model.layers.{layer}.{names[name].format(expert=expert)}"
+    return f"model.layers.{layer}.{family.names[name].format(expert=expert)}"
 
 
 def unused_names(config: DecoderConfig, names: Iterable[str]) -> list[str]:
