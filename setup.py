@@ -108,6 +108,7 @@ setup(
             "report/templates/*",
             "models/attention/*.tsv",
             "models/hf/*.yaml",
+            "models/vision/*.yaml",
         ]
     },
     entry_points={"console_scripts": ["tpu-rl = tpu_rl.commands.cli:main"]},

@@ -169,20 +169,7 @@ MULTIMODAL = {
 }
 """`model_type` of a model with images -> that of the language model inside, which is read."""
 
-
-def _text(model_type: str, *sizes: int) -> dict[str, Any]:
-    """Return transformers' defaults of a language model inside: the fields in `REQUIRED`."""
-    return {"model_type": model_type, **dict(zip(REQUIRED, sizes, strict=True))}
-
-
-VISION = {
-    **dict.fromkeys(("llava", "idefics3", "smolvlm"), _text("llama", 4096, 11_008, 32, 32, 32_000)),
-    "internvl": _text("qwen2", 4096, 22_016, 32, 32, 151_936),
-    "qwen2_vl": _text("qwen2_vl_text", 8192, 29_568, 80, 64, 152_064),
-    "qwen2_5_vl": _text("qwen2_5_vl_text", 8192, 29_568, 80, 64, 152_064),
-    "qwen3_vl": _text("qwen3_vl_text", 4096, 22_016, 32, 32, 151_936),
-    "qwen3_vl_moe": _text("qwen3_vl_moe_text", 2048, 5632, 24, 16, 151_936),
-}
+VISION = {name: tower.text for name, tower in towers.TOWERS.items() if tower.text is not None}
 """`model_type` of a model that always reads images -> defaults of the language model inside, for
 fields that its text_config leaves out."""
 
@@ -297,7 +284,7 @@ def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: the architecture is not one of `FAMILIES`.
     """
-    from tpu_rl.models.vision import qwen_files, square_files
+    from tpu_rl.models.vision import square_files
 
     model_type = source.get("model_type")
     if model_type in MULTIMODAL and "text_config" in source:
@@ -305,13 +292,13 @@ def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
         if "tie_word_embeddings" in source:
             inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
         return _text_config(inner)
-    if model_type in qwen_files.TOWERS:
+    if model_type in VISION and towers.TOWERS[model_type].kind == "qwen":
         return _qwen_text_config(source)
     if model_type in VISION and isinstance(source.get("text_config"), Mapping):
         inner = source["text_config"]
         default = VISION[model_type]["model_type"]
         if inner.get("model_type", default) == default:
-            inner = VISION[model_type] | inner
+            inner = {**VISION[model_type], **inner}
         tied = source.get("tie_word_embeddings", model_type == "internvl")
         if model_type in (*square_files.IDEFICS, "internvl"):
             # As transformers does: the outer field decides.

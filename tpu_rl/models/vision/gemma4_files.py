@@ -8,25 +8,9 @@ from typing import Any
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.hf.checks import require_size, require_supported
+from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import Gemma4VisionConfig
 from tpu_rl.models.vision.qwen_files import ACTIVATIONS, LARGEST_SIZE
-
-TOWER: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "pooling_kernel_size": 3,
-    "patch_size": 16,
-    "position_embedding_size": 10_240,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "use_clipped_linears": False,
-    "standardize": False,
-}
-"""transformers' defaults of vision_config."""
 
 TOKENS = {
     "boi_token_id": 255_999,
@@ -53,8 +37,9 @@ def read(source: Mapping[str, Any], text_size: int) -> Gemma4VisionConfig:
             why=f"vision_config is {tower!r}",
             fix="leave --model.images out, or use the files that were published with the tower",
         )
-    fields = TOWER | {name: value for name, value in tower.items() if value is not None}
-    for name, default in TOWER.items():
+    defaults = towers.VISION_CONFIGS["gemma4"]
+    fields = defaults | {name: value for name, value in tower.items() if value is not None}
+    for name, default in defaults.items():
         if type(default) is int:
             require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE)
     rope = {"rope_type": "axial", "rope_theta": 100.0, **(fields.get("rope_parameters") or {})}

@@ -8,47 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_rl.models.hf.checks import require_size, require_supported
+from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import QwenVisionConfig
 
 LARGEST_SIZE = 65_536
 
-TOWERS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "depth": 32,
-        "embed_dim": 1280,
-        "hidden_size": 3584,
-        "mlp_ratio": 4,
-        "hidden_act": "quick_gelu",
-        "num_heads": 16,
-        "patch_size": 14,
-    },
-    "qwen2_5_vl": {
-        "depth": 32,
-        "hidden_size": 3584,
-        "intermediate_size": 3420,
-        "out_hidden_size": 3584,
-        "hidden_act": "silu",
-        "num_heads": 16,
-        "patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": (7, 15, 23, 31),
-    },
-    "qwen3_vl": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "out_hidden_size": 3584,
-        "hidden_act": "gelu_pytorch_tanh",
-        "num_heads": 16,
-        "patch_size": 16,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": (8, 16, 24),
-    },
-}
-"""`model_type` -> transformers' defaults of vision_config, beside `COMMON`."""
-TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
-
-COMMON = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+SIZES = (
+    *("in_channels", "spatial_merge_size", "temporal_patch_size"),
+    *("depth", "num_heads", "patch_size"),
+)
+"""Fields that all three families have."""
 
 ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
@@ -77,13 +46,13 @@ def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
     """
     kind = str(source["model_type"])
     tower = source.get("vision_config") or {}
-    fields = {**COMMON, **TOWERS[kind], **{k: v for k, v in tower.items() if v is not None}}
+    fields = towers.VISION_CONFIGS[kind] | {k: v for k, v in tower.items() if v is not None}
     is_first = kind == "qwen2_vl"
     # Qwen2-VL's hidden_size is that of the text.
     width = fields["embed_dim"] if is_first else fields["hidden_size"]
     outputs = fields["hidden_size"] if is_first else fields["out_hidden_size"]
     mlp = width * fields["mlp_ratio"] if is_first else fields["intermediate_size"]
-    sizes = {name: fields[name] for name in (*COMMON, "depth", "num_heads", "patch_size")}
+    sizes = {name: fields[name] for name in SIZES}
     sizes |= {"hidden_size": fields["hidden_size"], "embed_dim": width}
     for name, size in sizes.items():
         require_size(f"vision_config.{name}", size, LARGEST_SIZE)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.hf.checks import require_size, require_supported
+from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import SquareVisionConfig
 
 IDEFICS = ("idefics3", "smolvlm")
@@ -17,67 +18,8 @@ IDEFICS = ("idefics3", "smolvlm")
 ACTIVATION_NAMES = {"quick_gelu": "quick_gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
 """Hugging Face's name -> key of `layers.ACTIVATIONS`."""
 
-CLIP_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 32,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-}
-SIGLIP_DEFAULTS: dict[str, Any] = CLIP_DEFAULTS | {
-    "patch_size": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-}
-IDEFICS_DEFAULTS: dict[str, Any] = SIGLIP_DEFAULTS | {
-    "hidden_size": 1152,
-    "num_attention_heads": 16,
-    "patch_size": 32,
-}
-INTERNVL_DEFAULTS: dict[str, Any] = CLIP_DEFAULTS | {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "image_size": 448,
-    "patch_size": 14,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-6,
-}
-TOWERS = {
-    "internvl_vision": INTERNVL_DEFAULTS,
-    "clip_vision_model": CLIP_DEFAULTS,
-    "siglip_vision_model": SIGLIP_DEFAULTS,
-    "idefics3_vision": IDEFICS_DEFAULTS,
-}
-"""`model_type` of a tower -> transformers' defaults, for fields that a config.json leaves out."""
-
-
-class Family(NamedTuple):
-    """The differences between families."""
-
-    image_token: int
-    """transformers' default of the id of the token that stands for an image."""
-    projector: Literal["mlp", "pooled", "shuffled", "shuffled_mlp"]
-    """See `SquareVisionConfig`."""
-    tower: str | None = None
-    """A key of `TOWERS` for a vision_config that does not name one."""
-    reads_layer: bool = False
-    """True if the configuration says which layer's states are features, and how they become so."""
-
-
-FAMILIES = {
-    "llava": Family(32_000, "mlp", reads_layer=True),
-    "gemma3": Family(262_144, "pooled", "siglip_vision_model"),
-    "idefics3": Family(128_257, "shuffled", "idefics3_vision"),
-    "smolvlm": Family(128_257, "shuffled", "idefics3_vision"),
-    "internvl": Family(151_667, "shuffled_mlp", "internvl_vision", reads_layer=True),
-}
-"""`model_type` -> family."""
+KINDS = ("internvl_vision", "clip_vision_model", "siglip_vision_model", "idefics3_vision")
+"""The kinds of towers that a vision_config may name."""
 
 IDEFICS_SIDES = frozenset(range(1, 38)) - {19, 25, 29, 31}
 """Patches in a row of a tile for which patch i has position i. transformers' Idefics3 computes
@@ -101,10 +43,10 @@ def read(source: Mapping[str, Any], text_size: int) -> SquareVisionConfig:
     """Return the vision part of a configuration.
 
     Raises:
-        InputError: the tower is not one of `TOWERS`, or a field is not supported.
+        InputError: the tower is not one of `KINDS`, or a field is not supported.
     """
     model_type = source["model_type"]
-    family = FAMILIES[model_type]
+    family = towers.TOWERS[model_type]
     kind, fields = _tower(source)
     is_internvl = model_type == "internvl"
     merge, squares = _squares(source, fields)
@@ -187,25 +129,25 @@ def _gemma_tokens(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tower(source: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return (a key of `TOWERS`, the fields of vision_config with transformers' defaults).
+    """Return (one of `KINDS`, the fields of vision_config with transformers' defaults).
 
     Raises:
-        InputError: the tower is not one of `TOWERS`, or a size is out of range.
+        InputError: the tower is not one of `KINDS`, or a size is out of range.
     """
     model_type = source["model_type"]
-    default = FAMILIES[model_type].tower
+    default = towers.TOWERS[model_type].tower
     tower = source.get("vision_config")
     named = tower.get("model_type") if isinstance(tower, Mapping) else tower
     # SmolVLM's files have another name for the tower of Idefics3.
     kind = default if model_type in IDEFICS or named is None else named
-    if not isinstance(tower, Mapping) or kind not in TOWERS:
+    if not isinstance(tower, Mapping) or kind not in KINDS:
         raise InputError(
             "the model's vision tower is not supported",
             why=f"vision_config has the model_type {named!r}"[:200],
             fix="use a model with a tower of CLIP or SigLIP (clip_vision_model, "
             "siglip_vision_model)",
         )
-    defaults = TOWERS[kind]
+    defaults = towers.VISION_CONFIGS[kind]
     fields = defaults | {name: value for name, value in tower.items() if value is not None}
     if model_type == "internvl":
         for name in ("image_size", "patch_size"):  # They may have a height and a width.
@@ -223,7 +165,7 @@ def _feature_layer(
     """Return (number of layers whose states are features, which of the states, the fields about
     them for `require_supported`)."""
     model_type = source["model_type"]
-    if not FAMILIES[model_type].reads_layer:
+    if not towers.TOWERS[model_type].reads_layer:
         return num_layers, "full", {}
     # Layers are counted from the first or, below 0, from the last.
     layer = source.get("vision_feature_layer", -2 if model_type == "llava" else -1)
