@@ -1,11 +1,14 @@
-"""Nested dataclasses as plain values, as config.yaml has them, and back."""
+"""Nested dataclasses as plain values, as config.yaml has them, and back; tables of such values."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tpu_rl.errors import InputError
 
@@ -69,6 +72,35 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         flat |= flatten(inner, f"{name}.{key}".strip("."))
     return flat
+
+
+def merged(old: Any, new: Any) -> Any:
+    """Return `old` with the changes that `new` makes: of a dict, those of its values.
+
+    A dict of another `kind` replaces the old one.
+    """
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    if new.get("kind", old.get("kind")) != old.get("kind"):
+        return new
+    return old | {name: merged(old.get(name), value) for name, value in new.items()}
+
+
+def read_tables(files: Iterable[Path], base: str) -> dict[str, dict[str, Any]]:
+    """Read name -> table from YAML files.
+
+    A table whose key `base` names another one has what that one has, with its own changes.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for file in files:
+        tables |= yaml.safe_load(file.read_text(encoding="utf-8"))
+
+    def whole(name: str) -> dict[str, Any]:
+        table = dict(tables[name])
+        below = table.pop(base, None)
+        return table if below is None else merged(whole(below), table)
+
+    return {name: whole(name) for name in tables}
 
 
 def replace_strings(value: Any, replacements: Mapping[str, str]) -> Any:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from tpu_rl import lazy, ranges, run_files, tables, untrusted_files, wings
+from tpu_rl import lazy, ranges, run_files, untrusted_files, wings
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, plugins
 from tpu_rl.commands.checks import config_checks
 from tpu_rl.commands.flags import flag_names, help_text, yaml_flags
@@ -48,7 +48,7 @@ from tpu_rl.experience.config import (
     SamplingConfig,
 )
 from tpu_rl.models import LoraConfig
-from tpu_rl.plain_values import fields_of, flatten, from_dict, to_dict
+from tpu_rl.plain_values import fields_of, flatten, from_dict, merged, to_dict
 from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import profiler
@@ -692,7 +692,7 @@ def preset(name: str) -> ExperimentConfig:
         raise unknown_name("preset", name, preset_names())
     changes = {key: value for key, value in presets[name].items() if key != "about"}
     beginning = to_dict(ExperimentConfig(ALGORITHMS["grpo"].config(), FileData()))
-    return from_dict(ExperimentConfig, tables.merged(beginning, changes), find_class)
+    return from_dict(ExperimentConfig, merged(beginning, changes), find_class)
 
 
 # --- config.yaml ---

@@ -12,10 +12,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from tpu_rl import tables
+from tpu_rl import plain_values
 
 
 @functools.cache
 def presets() -> dict[str, dict[str, Any]]:
     """Read preset -> its table, which has what the one has that it changes."""
-    return tables.read(sorted(Path(__file__).parent.glob("*.yaml")), base="preset")
+    return plain_values.read_tables(sorted(Path(__file__).parent.glob("*.yaml")), base="preset")

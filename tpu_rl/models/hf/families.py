@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_rl import tables
+from tpu_rl import plain_values
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import (
     RECURRENT,
@@ -148,7 +148,7 @@ class Family:
 
 def _read_families() -> tuple[dict[str, Family], dict[str, str]]:
     """Read the families in families.yaml, and the names of weights in most of them."""
-    rows = tables.read([Path(__file__).with_name("families.yaml")], base="like")
+    rows = plain_values.read_tables([Path(__file__).with_name("families.yaml")], base="like")
     most = rows.pop("all")
     families: dict[str, Family] = {}
     for name, row in rows.items():

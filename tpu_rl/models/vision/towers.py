@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from tpu_rl import lazy, tables
+from tpu_rl import lazy, plain_values
 from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.vision.config import BOUNDS, LAYERS, MERGERS, TOP, AnyVisionConfig
 from tpu_rl.models.vision.features import Features
@@ -72,14 +72,16 @@ class Tower:
 
 
 def _read_towers() -> dict[str, Tower]:
-    rows = tables.read([Path(__file__).with_name("towers.yaml")], base="like")
+    rows = plain_values.read_tables([Path(__file__).with_name("towers.yaml")], base="like")
     return {name: Tower(**row) for name, row in rows.items() if name != "clip"}
 
 
 TOWERS = _read_towers()
 """`model_type` -> tower."""
 
-VISION_CONFIGS = tables.read([Path(__file__).with_name("vision_configs.yaml")], base="like")
+VISION_CONFIGS = plain_values.read_tables(
+    [Path(__file__).with_name("vision_configs.yaml")], base="like"
+)
 """Kind of tower -> transformers' defaults for fields that a vision_config leaves out."""
 
 KINDS = ("square", "qwen", "gemma4")
