@@ -8,74 +8,36 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tpu_rl.commands.flags import help_text
 from tpu_rl.errors import InputError
 
-EARLIER = {
-    "checkpoint-every": "--checkpoint.interval",
-    "samples.every": "--samples.interval",
-    "samples.most": "--samples.max-per-step",
-}
+_TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("other_libraries.yaml").read_text(encoding="utf-8")
+)
+TRANSLATED = {library: _TABLES[library] for library in ("trl", "verl")}
+"""Library -> its name of a setting -> our name, or {our name: {its value: ours}}."""
+EARLIER = _TABLES["earlier"]
 """Flags of earlier versions -> their names now."""
-
-TRL = {
-    "beta": "--algorithm.kl-loss-coef (GRPO) or --algorithm.beta (DPO, KTO)",
-    "bf16": "--model.dtype bfloat16",
-    "dataset-name": "--data.path",
-    "epsilon": "--algorithm.clip-low and --algorithm.clip-high",
-    "epsilon-high": "--algorithm.clip-high",
-    "eval-steps": "--evaluation.interval",
-    "gradient-accumulation-steps": "--batch.prompts, which counts the prompts of a whole step",
-    "learning-rate": "--optimizer.learning-rate",
-    "load-in-4bit": "--model.lora.base-dtype nf4",
-    "load-in-8bit": "--model.lora.base-dtype int8",
-    "logging-steps": "nothing: every step is in metrics.jsonl",
-    "lora-alpha": "--model.lora.alpha",
-    "lora-r": "--model.lora.rank",
-    "loss-type": "--algorithm.loss-aggregation (GRPO) or --algorithm.loss (DPO, KTO)",
-    "lr": "--optimizer.learning-rate",
-    "lr-scheduler-type": "--optimizer.schedule",
-    "max-completion-length": "--sampling.max-new-tokens",
-    "max-grad-norm": "--optimizer.max-grad-norm",
-    "max-length": "--batch.row-length",
-    "max-prompt-length": "--sampling.max-prompt-tokens",
-    "max-steps": "--steps",
-    "model-name-or-path": "--model.path",
-    "num-generations": "--batch.group-size",
-    "num-iterations": "--batch.ppo-epochs",
-    "num-train-epochs": "--epochs",
-    "output-dir": "--run-dir",
-    "per-device-train-batch-size": "--batch.prompts (of a step), --batch.micro-batch-rows (in "
-    "memory at once)",
-    "report-to": "--wandb, --trackio or --mlflow",
-    "reward-funcs": "--reward",
-    "save-steps": "--checkpoint.interval",
-    "scale-rewards": "--algorithm.advantages",
-    "temperature": "--sampling.temperature",
-    "top-k": "--sampling.top-k",
-    "top-p": "--sampling.top-p",
-    "use-peft": "--model.lora.rank",
-    "warmup-steps": "--optimizer.warmup-steps",
-    "weight-decay": "--optimizer.weight-decay",
-}
-"""Names of TRL's settings, with - in place of _ -> the flags that mean the same here."""
-
-
-FOREIGN = {
-    "SkyRL": ("generator",),
-    "verl": ("actor-rollout-ref", "trainer", "critic", "custom-reward-function"),
-    "torchtune": ("checkpointer", "metric-logger"),
-    "ms-swift": ("rlhf-type", "train-type", "tuner-type"),
-    "NeMo RL": ("grpo", "policy", "loss-fn"),
-    "OpenRLHF": ("pretrain", "reward-pretrain", "rollout-batch-size", "micro-train-batch-size"),
-    "prime-rl": ("orchestrator",),
-    "axolotl": ("base-model", "datasets", "sequence-len", "micro-batch-size", "adapter"),
-    "LLaMA-Factory": ("stage", "finetuning-type", "dataset", "do-train", "dataset-dir", "template"),
-}
+FOREIGN = _TABLES["first_parts"]
 """Library -> first parts of settings that it alone has, with - in place of _."""
 
+
+def _names_of_trl() -> dict[str, str]:
+    meant = {
+        name.replace("_", "-"): f"--{ours if isinstance(ours, str) else next(iter(ours))}"
+        for name, ours in TRANSLATED["trl"].items()
+    }
+    others = {name: flag for name, flag in meant.items() if flag != f"--{name}"}
+    return others | _TABLES["in_words"]
+
+
+TRL = _names_of_trl()
+"""Names of TRL's settings, with - in place of _ -> the flags that mean the same here."""
 
 OTHER_FILES = "write flags, --NAME VALUE; docs/reference/flags.md compares the names"
 

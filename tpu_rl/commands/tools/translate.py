@@ -20,13 +20,9 @@ import tyro
 import yaml
 
 from tpu_rl.commands.flags import yaml_flags
-from tpu_rl.commands.flags.flag_names import OTHER_FILES, library_of
+from tpu_rl.commands.flags.flag_names import OTHER_FILES, TRANSLATED, library_of
 from tpu_rl.errors import InputError, reported, typed_command
 
-TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
-"""Library -> its name of a setting -> our name, or {our name: {its value: ours}}."""
 OF_GRPO = ("num_generations", "reward_funcs", "scale_rewards", "num_iterations", "epsilon")
 OF_GRPO += ("generation_batch_size",)
 """Names of GRPOConfig of which its files have one, and those of DPO and SFT none."""
@@ -73,7 +69,7 @@ def translate(theirs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         InputError: the file is of another library, or of another method of TRL.
     """
     of_verl = any(name.startswith("actor_rollout_ref.") for name in theirs)
-    table = TABLES["verl" if of_verl else "trl"]
+    table = TRANSLATED["verl" if of_verl else "trl"]
     if not of_verl and not {*OF_GRPO} & theirs.keys():
         library = library_of(*theirs) or "another library"
         raise InputError(
