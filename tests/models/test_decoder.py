@@ -528,13 +528,16 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
                 "layer_types": ["full_attention", "sliding_attention"],
                 "sliding_window": 5,
             },
-            "without a rotary embedding is not supported(.|\n)*layer 1 has both",
+            "no_rope_layers = \\[1, 0\\] is not supported(.|\n)*needs a rotary embedding",
         ),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": None}, "lacks vocab_size"),
-        ({"head_dim": 9}, "4 heads of dimension 9 with 4 key-value heads"),
-        ({"num_key_value_heads": 3}, "with 3 key-value heads"),
+        (
+            {"head_dim": 9},
+            "heads = 4, head_dim = 9, num_key_value_heads = 4 are not supported",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 are not supported"),
     ],
 )
 def test_unsupported_configurations_are_refused(change, message):
@@ -563,7 +566,10 @@ def test_unsupported_latent_attention_and_routing_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"linear_num_value_heads": 3}, "3 heads of values with 2 of keys"),
+        (
+            {"linear_num_value_heads": 3},
+            "value_heads = 3, linear_num_key_heads = 2 are not supported",
+        ),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0 is out of range"),
         ({"hidden_act": "gelu"}, "linear attention with hidden_act = 'gelu'"),
         ({"attention_bias": True}, "linear attention with attention_bias = True"),
@@ -596,7 +602,7 @@ def test_unsupported_linear_attention_is_refused(change, message):
             {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99},
             "vocab_size_per_layer_input = 99 is not supported",
         ),
-        ({"num_global_key_value_heads": 3}, "with 3 key-value heads"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads = 3 are not"),
         ({"global_head_dim": 0}, "global_head_dim = 0 is out of range"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "must have the same head_dim"),
         ({"enable_moe_block": True}, "num_experts = None is out of range"),

@@ -35,9 +35,6 @@ from tpu_rl.storage.gcs import Store, is_transient
 ARRAYS_FOLDER = "arrays"
 DAMAGED_FOLDER = "damaged"
 
-_exchanges = itertools.count()
-"""Numbers the calls of `_gather` of this process; the processes of a run number them alike."""
-
 
 class StepObjects:
     """The steps of one run, an object each.
@@ -139,13 +136,13 @@ class StepObjects:
         """
         error = error or _error_of(lambda: [future.result() for future in pending_writes])
         try:
-            error = _first_nonempty(_gather(error))
+            error = _first_nonempty(processes.gather(error, "commit"))
             if not error and processes.index() == 0:
                 self._create_record(step, content, paths)
         except (TpuRlError, RuntimeError) as failure:  # The latter comes from JAX's service.
             error = str(failure)
         try:
-            error = _first_nonempty(_gather(error))
+            error = _first_nonempty(processes.gather(error, "commit"))
         except RuntimeError as failure:
             error = str(failure)
         if not error and processes.index() == 0:
@@ -296,24 +293,3 @@ def _error_of(work: Callable[[], Any]) -> str:
 
 def _first_nonempty(texts: list[str]) -> str:
     return next(filter(None, texts), "")
-
-
-def _gather(value: str) -> list[str]:
-    """Return the texts of all processes on all of them.
-
-    Like `processes.gather`, which only the main thread may call, but for the committing thread.
-    """
-    if processes.count() == 1:
-        return [value]
-    client = processes.service()
-    number = next(_exchanges)
-    client.key_value_set(_key(number, processes.index()), value or " ")
-    keys = [_key(number, process) for process in range(processes.count())]
-    texts = [client.blocking_key_value_get(key, processes.FOREVER_MS) for key in keys]
-    if number:  # Every process has read the previous exchange, since it takes part in this one.
-        client.key_value_delete(_key(number - 1, processes.index()))
-    return [text.strip() for text in texts]
-
-
-def _key(number: int, process: int) -> str:
-    return f"tpu_rl/commit/{number}/{process}"

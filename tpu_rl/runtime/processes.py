@@ -3,7 +3,8 @@
 All processes must start the same programs in the same order, or they wait for each other forever.
 Therefore every value that decides what runs next and may differ between processes (a signal, a
 clock, a file, a reward) goes through this module first. All processes call these functions at the
-same place, in their main threads. A run on one process pays nothing.
+same place, in their main threads or, with a channel, in one other. A run on one process pays
+nothing.
 
 Values travel through the key-value service that `jax.distributed` runs on the first process, not
 through the devices. So they can be exchanged before any device is claimed and while devices are
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 # The client of the service has no public name; Orbax takes it from the same place.
@@ -26,8 +28,8 @@ FOREVER_MS = 7 * 24 * 3600 * 1000
 """Milliseconds to wait for the other processes, which may be compiling or scoring. That a process
 is gone is detected by `process_group`."""
 
-_exchanges = itertools.count()
-"""Numbers the calls of `gather` of this process; the processes of a run number them alike."""
+_exchanges: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Channel -> numbers of the calls of `gather` there; the processes of a run number them alike."""
 
 
 def count() -> int:
@@ -47,25 +49,26 @@ def service() -> Any:
     return distributed.global_state.client
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Any, channel: str = "meeting") -> list[Any]:
     """Return the JSON values of all processes, by index, on every process.
 
     This is also a barrier: it returns on no process before all have called it.
+
+    Args:
+        channel: the name of the thread that calls, if it is not the main one: each thread has
+            exchanges of its own.
     """
     if count() == 1:
         return [value]
     client = service()
-    number = next(_exchanges)
-    client.key_value_set(_key(number, index()), json.dumps(value))
-    client.wait_at_barrier(f"tpu_rl/meeting/{number}", FOREVER_MS)
-    values = dict(client.key_value_dir_get(f"tpu_rl/meeting/{number}/"))
+    folder = f"tpu_rl/{channel}"
+    number = next(_exchanges[channel])
+    client.key_value_set(f"{folder}/{number}/{index()}", json.dumps(value))
+    client.wait_at_barrier(f"{folder}/{number}", FOREVER_MS)
+    values = dict(client.key_value_dir_get(f"{folder}/{number}/"))
     if number:  # Every process has read the previous exchange, since it takes part in this one.
-        client.key_value_delete(_key(number - 1, index()))
-    return [json.loads(values[_key(number, process)]) for process in range(count())]
-
-
-def _key(number: int, process: int) -> str:
-    return f"tpu_rl/meeting/{number}/{process}"
+        client.key_value_delete(f"{folder}/{number - 1}/{index()}")
+    return [json.loads(values[f"{folder}/{number}/{process}"]) for process in range(count())]
 
 
 def any_of(value: bool) -> bool:

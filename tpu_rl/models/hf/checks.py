@@ -13,8 +13,22 @@ def require(
     name: str, value: Any, is_supported: bool, why: str, fix: str = "download config.json again"
 ) -> None:
     """Raise InputError unless the value of a field is supported."""
-    if not is_supported:
-        raise InputError(f"{name} = {repr(value)[:200]} is not supported", why=why, fix=fix)
+    require_together({name: value}, is_supported, why, fix)
+
+
+def require_together(
+    fields: Mapping[str, Any],
+    are_supported: bool,
+    why: str,
+    fix: str = "download config.json again",
+) -> None:
+    """Raise InputError unless the values of fields, name -> value, are supported together."""
+    if not are_supported:
+        stated = ", ".join(
+            f"{name} = {repr(fields[name])[: 200 // len(fields)]}" for name in fields
+        )
+        verb = "is" if len(fields) == 1 else "are"
+        raise InputError(f"{stated} {verb} not supported", why=why, fix=fix)
 
 
 def require_size(field: str, size: Any, largest: int) -> None:
@@ -51,13 +65,19 @@ def require_values(
         require(f"{subject}{name}", hf[name], hf[name] == value, why, fix)
 
 
-def require_heads(num_heads: int, head_dim: int, num_kv_heads: int, fix: str) -> None:
-    """Raise InputError unless heads have pairs of dimensions, and key-value heads divide them."""
-    if head_dim % 2 or num_heads % num_kv_heads:
-        raise InputError(
-            f"{num_heads} heads of dimension {head_dim} with {num_kv_heads} key-value heads are "
-            "not supported",
-            why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
-            "heads",
-            fix=fix,
-        )
+def require_heads(num_heads: int, head_dim: int, num_kv_heads: int, kind: str = "") -> None:
+    """Raise InputError unless heads have pairs of dimensions, and key-value heads divide them.
+
+    `kind` stands before the names of the fields that only some layers have.
+    """
+    require_together(
+        {
+            "num_attention_heads": num_heads,
+            f"{kind}head_dim": head_dim,
+            f"num_{kind}key_value_heads": num_kv_heads,
+        },
+        head_dim % 2 == 0 and num_heads % num_kv_heads == 0,
+        why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
+        "heads",
+        fix="correct one of them",
+    )

@@ -31,6 +31,7 @@ from tpu_rl.models.hf.checks import (
     require_heads,
     require_size,
     require_supported,
+    require_together,
     require_values,
 )
 from tpu_rl.models.vision import towers
@@ -398,12 +399,13 @@ def _layer_types(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     why = f"it says for each of {num_layers} layers whether it has a rotary embedding"
     require("no_rope_layers", rotated, len(rotated) >= num_layers, why)
     pairs = list(zip(layer_types, rotated[:num_layers], strict=True))
-    if ("sliding", 0) in pairs:
-        raise InputError(
-            "sliding_attention without a rotary embedding is not supported",
-            why=f"layer {pairs.index(('sliding', 0))} has both, by layer_types and no_rope_layers",
-            fix="use a model with use_sliding_window = false",
-        )
+    require(
+        "no_rope_layers",
+        rotated,
+        ("sliding", 0) not in pairs,
+        why="a layer with sliding_attention needs a rotary embedding",
+        fix="use a model with use_sliding_window = false",
+    )
     return tuple(name if is_rotated else UNROTATED[name] for name, is_rotated in pairs)
 
 
@@ -428,8 +430,7 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> Attention
     num_heads = hf["num_attention_heads"]
     num_kv_heads = hf["num_key_value_heads"] or num_heads
     head_dim = hf["head_dim"] or hf["hidden_size"] // num_heads
-    fix = "correct num_attention_heads, num_key_value_heads or head_dim"
-    require_heads(num_heads, head_dim, num_kv_heads, fix)
+    require_heads(num_heads, head_dim, num_kv_heads)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -479,8 +480,7 @@ def _read_full_heads(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> Ful
     num_kv_heads = sizes.get("num_key_value_heads", hf["num_key_value_heads"])
     require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"])
     require_size("num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"])
-    fix = "correct global_head_dim or num_global_key_value_heads"
-    require_heads(hf["num_attention_heads"], head_dim, num_kv_heads, fix)
+    require_heads(hf["num_attention_heads"], head_dim, num_kv_heads, "global_")
     return FullHeads(num_kv_heads, head_dim, key_is_value=hf["attention_k_eq_v"])
 
 
@@ -527,12 +527,11 @@ def _read_delta(hf: Mapping[str, Any]) -> DeltaConfig:
     for field in sizes.values():
         require_size(field, hf[field], MAX_SIZES["head_dim"])
     delta = DeltaConfig(**{size: hf[field] for size, field in sizes.items()})
-    if delta.value_heads % delta.key_heads:
-        raise InputError(
-            f"{delta.value_heads} heads of values with {delta.key_heads} of keys are not supported",
-            why="each head of keys must serve equally many heads of values",
-            fix="correct linear_num_key_heads or linear_num_value_heads",
-        )
+    require_together(
+        {name: hf[name] for name in ("linear_num_value_heads", "linear_num_key_heads")},
+        delta.value_heads % delta.key_heads == 0,
+        why="each head of keys must serve equally many heads of values",
+    )
     require_values(
         hf,
         {"attention_bias": False, "hidden_act": "silu"},

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_rl.errors import InputError
 from tpu_rl.models.config import AttentionConfig, LatentConfig, MoeConfig
 from tpu_rl.models.hf import rope_config
-from tpu_rl.models.hf.checks import require, require_size, require_values
+from tpu_rl.models.hf.checks import require, require_size, require_together, require_values
 
 GROUPED_BY_HEAD = ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
 """Names of tensors of several weights that have the rows of one head of keys, with the heads of
@@ -24,16 +23,13 @@ def read_moe(hf: Mapping[str, Any]) -> MoeConfig:
     Raises:
         InputError: a number is out of range, or only some of the layers are mixtures.
     """
-    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
-        stated = (
-            f"decoder_sparse_step = {hf['decoder_sparse_step']}, "
-            f"mlp_only_layers = {hf['mlp_only_layers']}"
-        )
-        raise InputError(
-            "models in which only some layers have experts are not supported",
-            why=stated[:200],
-            fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
-        )
+    all_mixtures = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    require_together(
+        {name: hf.get(name) for name in all_mixtures},
+        all(hf.get(name, value) in (value, ()) for name, value in all_mixtures.items()),
+        why="only some layers have experts",
+        fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
+    )
     # Newer files may have either name, in any family.
     num_experts: Any = (
         hf.get("num_local_experts") or hf["num_experts"] or hf.get("n_routed_experts")
@@ -46,15 +42,14 @@ def read_moe(hf: Mapping[str, Any]) -> MoeConfig:
         ("moe_intermediate_size", intermediate_size, MAX_INTERMEDIATE_SIZE),
     ):
         require_size(field, number, largest)
-    is_turned = hf["model_type"] == "qwen3_vl_moe_text"
-    if is_turned and hf["hidden_size"] in (intermediate_size, 2 * intermediate_size):
-        raise InputError(
-            f"moe_intermediate_size = {intermediate_size} is not supported with "
-            f"hidden_size = {hf['hidden_size']}",
-            why="files have the matrices of experts either way round, and their shapes would not "
-            "tell which",
-            fix="use a model whose experts are neither as wide nor half as wide",
-        )
+    widths = (intermediate_size, 2 * intermediate_size)
+    require_together(
+        {"moe_intermediate_size": intermediate_size, "hidden_size": hf["hidden_size"]},
+        hf["model_type"] != "qwen3_vl_moe_text" or hf["hidden_size"] not in widths,
+        why="files have the matrices of experts either way round, and their shapes would not tell "
+        "which",
+        fix="use a model whose experts are neither as wide nor half as wide",
+    )
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
@@ -89,20 +84,16 @@ def _read_grouped_routing(
     )
     groups, chosen, shared = (hf[name] for name in ("n_group", "topk_group", "n_shared_experts"))
     are_counts = all(type(number) is int and number >= 1 for number in (groups, chosen, shared))
-    if (
-        not are_counts
-        or chosen > groups
-        or num_experts % groups
-        or (groups > 1 and num_experts // groups < 2)
-        or experts_per_token > chosen * (num_experts // groups)
-    ):
-        raise InputError(
-            f"{num_experts} experts in n_group = {str(groups)[:40]}, topk_group = "
-            f"{str(chosen)[:40]}, n_shared_experts = {str(shared)[:40]} are not supported",
-            why="groups must be of equal size, of two experts or more, and hold enough experts for "
-            "each token; there must be a shared expert",
-            fix="download config.json again",
-        )
+    require_together(
+        {"n_group": groups, "topk_group": chosen, "n_shared_experts": shared},
+        are_counts
+        and chosen <= groups
+        and num_experts % groups == 0
+        and (groups == 1 or num_experts // groups >= 2)
+        and experts_per_token <= chosen * (num_experts // groups),
+        why=f"groups of {num_experts} experts must be of equal size, of two experts or more, and "
+        "hold enough experts for each token; there must be a shared expert",
+    )
     return {
         "scoring": "sigmoid",
         "has_correction": True,
@@ -140,14 +131,13 @@ def read_latent_attention(hf: Mapping[str, Any]) -> AttentionConfig:
         sizes["q_lora_rank"] = query_rank
     for field, size in sizes.items():
         require_size(field, size, MAX_INTERMEDIATE_SIZE)
-    if hf["attention_bias"] or rope_dim % 2 or value_dim > own_dim + rope_dim:
-        raise InputError(
-            f"latent attention with attention_bias = {hf['attention_bias']}, qk_rope_head_dim = "
-            f"{rope_dim} and v_head_dim = {value_dim} is not supported",
-            why="projections may have no bias, rotated dimensions form pairs, and values are at "
-            "most as wide as keys",
-            fix="use a model without these",
-        )
+    require_together(
+        {name: hf[name] for name in ("attention_bias", "qk_rope_head_dim", "v_head_dim")},
+        not hf["attention_bias"] and rope_dim % 2 == 0 and value_dim <= own_dim + rope_dim,
+        why="projections may have no bias, rotated dimensions form pairs, and values are at most "
+        "as wide as keys",
+        fix="use a model without these",
+    )
     head_dim = own_dim + rope_dim
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     scale = head_dim**-0.5
