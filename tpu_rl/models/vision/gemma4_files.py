@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.hf.checks import require_size, require_supported
+from tpu_rl.models.hf.checks import require_supported
 from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import Gemma4VisionConfig
-from tpu_rl.models.vision.qwen_files import ACTIVATIONS, LARGEST_SIZE
 
 TOKENS = {
     "boi_token_id": 255_999,
@@ -37,11 +36,7 @@ def read(source: Mapping[str, Any], text_size: int) -> Gemma4VisionConfig:
             why=f"vision_config is {tower!r}",
             fix="leave --model.images out, or use the files that were published with the tower",
         )
-    defaults = towers.VISION_CONFIGS["gemma4"]
-    fields = defaults | {name: value for name, value in tower.items() if value is not None}
-    for name, default in defaults.items():
-        if type(default) is int:
-            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE)
+    fields = towers.with_defaults("gemma4", tower)
     rope = {"rope_type": "axial", "rope_theta": 100.0, **(fields.get("rope_parameters") or {})}
     heads = fields["num_attention_heads"]
     kv_heads = fields["num_key_value_heads"]
@@ -49,7 +44,7 @@ def read(source: Mapping[str, Any], text_size: int) -> Gemma4VisionConfig:
     has_biases = fields.get("attention_bias")
     require_supported(
         {
-            "hidden_activation": (activation, activation in ACTIVATIONS),
+            "hidden_activation": (activation, activation in towers.ACTIVATIONS),
             "head_dim": (fields["head_dim"], fields["head_dim"] % 4 == 0),
             "num_key_value_heads": (kv_heads, heads % kv_heads == 0),
             "attention_bias": (has_biases, not has_biases),
@@ -60,7 +55,7 @@ def read(source: Mapping[str, Any], text_size: int) -> Gemma4VisionConfig:
         fix="use a tower as published: plain projections, and heads whose halves turn with columns "
         "and rows",
     )
-    tokens = {name: int(source.get(name) or default) for name, default in TOKENS.items()}
+    tokens = towers.with_tokens(source, TOKENS)
     text = source.get("text_config") or {}
     # Sound is not read, so a written model has no tower for it.
     outer = {**source, **tokens, "audio_config": None}
@@ -78,7 +73,7 @@ def read(source: Mapping[str, Any], text_size: int) -> Gemma4VisionConfig:
         head_dim=fields["head_dim"],
         eps=float(fields["rms_norm_eps"]),
         num_positions=fields["position_embedding_size"],
-        activation=ACTIVATIONS[activation],
+        activation=towers.ACTIVATIONS[activation],
         image_token=tokens["image_token_id"],
         around=(tokens["boi_token_id"], tokens["eoi_token_id"]),
         written="token",

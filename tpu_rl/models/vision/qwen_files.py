@@ -7,24 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_rl.models.hf.checks import require_size, require_supported
+from tpu_rl.models.hf.checks import require_supported
 from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import QwenVisionConfig
-
-LARGEST_SIZE = 65_536
-
-SIZES = (
-    *("in_channels", "spatial_merge_size", "temporal_patch_size"),
-    *("depth", "num_heads", "patch_size"),
-)
-"""Fields that all three families have."""
-
-ACTIVATIONS = {
-    "quick_gelu": "quick_gelu",
-    "gelu": "gelu_exact",
-    "gelu_pytorch_tanh": "gelu",
-    "silu": "silu",
-}
 
 TOKENS = {
     "image_token_id": 151_655,
@@ -46,20 +31,14 @@ def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
     """
     kind = str(source["model_type"])
     tower = source.get("vision_config") or {}
-    fields = towers.VISION_CONFIGS[kind] | {k: v for k, v in tower.items() if v is not None}
+    fields = towers.with_defaults(kind, tower)
     is_first = kind == "qwen2_vl"
     # Qwen2-VL's hidden_size is that of the text.
     width = fields["embed_dim"] if is_first else fields["hidden_size"]
     outputs = fields["hidden_size"] if is_first else fields["out_hidden_size"]
     mlp = width * fields["mlp_ratio"] if is_first else fields["intermediate_size"]
-    sizes = {name: fields[name] for name in SIZES}
-    sizes |= {"hidden_size": fields["hidden_size"], "embed_dim": width}
-    for name, size in sizes.items():
-        require_size(f"vision_config.{name}", size, LARGEST_SIZE)
-    require_size("vision_config.intermediate_size", mlp, 2**22)
     window = None
     if kind == "qwen2_5_vl":
-        require_size("vision_config.window_size", fields["window_size"], LARGEST_SIZE)
         window = fields["window_size"] // (fields["patch_size"] * fields["spatial_merge_size"])
 
     layers = set(range(fields["depth"]))
@@ -71,7 +50,7 @@ def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
     num_heads = fields["num_heads"]
     require_supported(
         {
-            "hidden_act": (activation, activation in ACTIVATIONS),
+            "hidden_act": (activation, activation in towers.ACTIVATIONS),
             "hidden_size": (outputs, outputs == text_size),
             "num_heads": (num_heads, width % (4 * num_heads) == 0),
             "window_size": (fields.get("window_size"), window is None or window > 0),
@@ -87,7 +66,7 @@ def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
         f"{text_size} dimensions",
         fix="download config.json again",
     )
-    tokens = {name: int(source.get(name) or default) for name, default in TOKENS.items()}
+    tokens = towers.with_tokens(source, TOKENS)
     outer = dict(source)
     if "text_config" not in source:
         outer = {name: source[name] for name in OUTER_FIELDS if name in source}
@@ -102,7 +81,7 @@ def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
         mlp_size=mlp,
         num_layers=fields["depth"],
         num_heads=num_heads,
-        activation=ACTIVATIONS[activation],
+        activation=towers.ACTIVATIONS[activation],
         image_token=tokens["image_token_id"],
         around=(tokens["vision_start_token_id"], tokens["vision_end_token_id"]),
         has_rms_norms=kind == "qwen2_5_vl",

@@ -15,9 +15,6 @@ from tpu_rl.models.vision.config import SquareVisionConfig
 
 IDEFICS = ("idefics3", "smolvlm")
 
-ACTIVATION_NAMES = {"quick_gelu": "quick_gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
-"""Hugging Face's name -> key of `layers.ACTIVATIONS`."""
-
 KINDS = ("internvl_vision", "clip_vision_model", "siglip_vision_model", "idefics3_vision")
 """The kinds of towers that a vision_config may name."""
 
@@ -35,8 +32,6 @@ INTERNVL_VALUES = {
 }
 """Fields of InternVL's vision_config with the values that are supported: those of InternVL3 up to
 14B have layer norms, and no norms of queries and keys."""
-
-LARGEST_SIZE = 65_536
 
 
 def read(source: Mapping[str, Any], text_size: int) -> SquareVisionConfig:
@@ -63,9 +58,9 @@ def read(source: Mapping[str, Any], text_size: int) -> SquareVisionConfig:
             **checks,
             "projector_hidden_act": (
                 projector_activation,
-                projector_activation in ACTIVATION_NAMES,
+                projector_activation in towers.ACTIVATIONS,
             ),
-            "vision_config.hidden_act": (activation, activation in ACTIVATION_NAMES),
+            "vision_config.hidden_act": (activation, activation in towers.ACTIVATIONS),
             "vision_config.num_attention_heads": (
                 num_heads,
                 fields["hidden_size"] % num_heads == 0,
@@ -95,8 +90,8 @@ def read(source: Mapping[str, Any], text_size: int) -> SquareVisionConfig:
         num_read_layers=layer,
         num_heads=num_heads,
         eps=float(fields["layer_norm_eps"]),
-        activation=ACTIVATION_NAMES[activation],
-        projector_activation=ACTIVATION_NAMES[projector_activation],
+        activation=towers.ACTIVATIONS[activation],
+        projector_activation=towers.ACTIVATIONS[projector_activation],
         projector_bias=bool(source.get("multimodal_projector_bias", True)),
         keeps_first=strategy == "full",
         image_token=int(token),
@@ -147,16 +142,13 @@ def _tower(source: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             fix="use a model with a tower of CLIP or SigLIP (clip_vision_model, "
             "siglip_vision_model)",
         )
-    defaults = towers.VISION_CONFIGS[kind]
-    fields = defaults | {name: value for name, value in tower.items() if value is not None}
+    fields = dict(tower)
     if model_type == "internvl":
         for name in ("image_size", "patch_size"):  # They may have a height and a width.
-            height, width = fields[name] if isinstance(fields[name], list) else [fields[name]] * 2
-            fields[name] = height if height == width else [height, width]
-    for name, value in defaults.items():
-        if type(value) is int:
-            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE)
-    return kind, fields
+            sides = fields.get(name)
+            if isinstance(sides, list) and len({*sides}) == 1:
+                fields[name] = sides[0]
+    return kind, towers.with_defaults(kind, fields)
 
 
 def _feature_layer(
@@ -192,13 +184,13 @@ def _squares(
     checks = {"vision_config.patch_size": (patch_size, image_size % patch_size == 0)}
     if model_type == "gemma3":
         per_image = source.get("mm_tokens_per_image", 256)
-        require_size("mm_tokens_per_image", per_image, LARGEST_SIZE)
+        require_size("mm_tokens_per_image", per_image, towers.LARGEST_SIZE)
         merge = max(side // math.isqrt(per_image), 1)
         is_square = side % merge == 0 and per_image in (side**2, (side // merge) ** 2)
         return merge, checks | {"mm_tokens_per_image": (per_image, is_square)}
     if model_type in IDEFICS:
         merge = source.get("scale_factor", 2)
-        require_size("scale_factor", merge, LARGEST_SIZE)
+        require_size("scale_factor", merge, towers.LARGEST_SIZE)
         checks["scale_factor"] = (merge, side % merge == 0)
         checks["vision_config.image_size"] = (image_size, side in IDEFICS_SIDES)
         return merge, checks

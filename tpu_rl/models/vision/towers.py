@@ -11,6 +11,7 @@ import jax
 
 from tpu_rl import lazy, plain_values
 from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.hf.checks import require_size
 from tpu_rl.models.vision.config import BOUNDS, LAYERS, MERGERS, TOP, AnyVisionConfig
 from tpu_rl.models.vision.features import Features
 from tpu_rl.types import Array, Params
@@ -83,6 +84,35 @@ VISION_CONFIGS = plain_values.read_tables(
     [Path(__file__).with_name("vision_configs.yaml")], base="like"
 )
 """Kind of tower -> transformers' defaults for fields that a vision_config leaves out."""
+
+ACTIVATIONS = {
+    "quick_gelu": "quick_gelu",
+    "gelu": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "silu": "silu",
+}
+"""Hugging Face's name -> key of `layers.ACTIVATIONS`."""
+
+LARGEST_SIZE = 65_536
+
+
+def with_defaults(kind: str, tower: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a vision_config with the defaults of its kind, in `VISION_CONFIGS`.
+
+    Raises InputError if one of the sizes is out of range.
+    """
+    defaults = VISION_CONFIGS[kind]
+    fields = defaults | {name: value for name, value in tower.items() if value is not None}
+    for name, default in defaults.items():
+        if type(default) is int:
+            require_size(f"vision_config.{name}", fields[name], LARGEST_SIZE)
+    return fields
+
+
+def with_tokens(source: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of tokens in a configuration, which may leave out those with defaults."""
+    return {name: int(source.get(name) or default) for name, default in defaults.items()}
+
 
 KINDS = ("square", "qwen", "gemma4")
 READERS: lazy.LazyTable[Callable[[Mapping[str, Any], int], AnyVisionConfig]] = lazy.LazyTable(
