@@ -22,7 +22,7 @@ def rows(metric: str, values: list[float | None]) -> list[dict]:
 
 def reasons(stop: StopConfig, given: list[dict]) -> tuple[list[bool], int]:
     """Return where a run would end, and the step of the best evaluation."""
-    rules = stages.StopRules(stop)
+    rules = stages.EndRules(stop)
     return [bool(rules.add(row)) for row in given], rules.best_step
 
 

@@ -48,7 +48,7 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         return
     rows = list(run_files.read_metrics(run_dir))
     last = rows[-1]["step"]
-    rules = stages.StopRules(config.stop)
+    rules = stages.EndRules(config.stop)
     reasons = [rules.add(row) for row in rows if stage.first <= row["step"]]
     summary = {
         "steps": last,

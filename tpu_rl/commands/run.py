@@ -423,7 +423,7 @@ def read_best(
 ) -> TrainState:
     """Return the state after the best evaluation, in place of that after the last step."""
     stage = stages.of_run(config, run_dir, step)[-1]
-    best_step = stages.stop_rules(config, run_dir, stage, step).best_step
+    best_step = stages.end_rules(config, run_dir, stage, step).best_step
     if best_step in (-1, step):
         return state
     abstract_state = train_state_io.abstract(state)
@@ -459,9 +459,8 @@ def train_stage(
 
     A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once.
     """
-    plateau = stages.PlateauDetector(stage, job.run_dir, last_step)
     stop = job.config.stop
-    rules = stages.stop_rules(job.config, job.run_dir, stage, last_step)
+    rules = stages.end_rules(job.config, job.run_dir, stage, last_step)
     is_main = stage.index == len(job.config.phases)
     job.writer.phase = stage.index
     for step in range(max(last_step + 1, stage.first), stage.last + 1):
@@ -490,11 +489,8 @@ def train_stage(
         job.health.warn(step, row, experience.records)
         state = job.recovery.after(step, stage.first, state, row, experience, job.checkpoints)
 
-        is_flat = plateau.reached(row)
-        is_stage_end = is_flat or step == stage.last
+        is_stage_end = step == stage.last
         is_run_end = step == job.config.steps
-        if is_flat:
-            row[stages.ENDED] = 1.0
         if is_run_end or step % job.config.evaluation.interval == 0:
             watchdog.mark(f"the evaluation after step {step}")
             state, measured = evaluate(parts, state, in_full=is_run_end)
@@ -503,9 +499,10 @@ def train_stage(
         if reason and not is_run_end:
             is_stage_end = True
             row[stages.ENDED] = 1.0
-            watchdog.mark(f"the evaluation after step {step}")
-            state, measured = evaluate(parts, state, in_full=True)
-            row |= measured
+            if is_main:
+                watchdog.mark(f"the evaluation after step {step}")
+                state, measured = evaluate(parts, state, in_full=True)
+                row |= measured
         job.alarms.warn(step, row, experience.records)
         job.writer.confirm_lock()
         job.sink.write(step, row, experience.samples)
@@ -520,7 +517,7 @@ def train_stage(
             job.writer.save(step, state, parts.source.get_state(), wait=is_stage_end)
         last_step = step
         if is_stage_end:
-            if reason:
+            if reason and is_main:
                 print(f"the run ends with step {step}: {reason}")
             break
     return state, last_step

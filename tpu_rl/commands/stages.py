@@ -34,43 +34,14 @@ def of_run(config: ExperimentConfig, run_dir: Path, step: int) -> tuple[Stage, .
     return config.stages_ended(processes.from_first(early_ends))
 
 
-class PlateauDetector:
-    """Watches the metric that ends a stage early."""
+class EndRules:
+    """Reads the rows of a stage one after the other, and says when it ends before its last step:
+    the main algorithm by --stop, a phase on its plateau."""
 
-    def __init__(self, stage: Stage, run_dir: Path, step: int):
-        """Read the metrics of the stage's steps up to `step`, which earlier jobs took.
-
-        All processes call it together.
-        """
-        self._plateau = stage.ends_when_flat
-        self._values: deque[float] = deque(maxlen=2 * self._plateau.over if self._plateau else 0)
-        if self._plateau is None:
-            return
-        metric = self._plateau.metric
-
-        def earlier_values() -> list[float | None]:
-            rows = run_files.read_metrics(run_dir)
-            return [row.get(metric) for row in rows if stage.first <= row["step"] <= step]
-
-        for value in processes.from_first(earlier_values):
-            self.reached({metric: value})
-
-    def reached(self, row: dict[str, Any]) -> bool:
-        """Record a step's metrics row and return whether the stage has reached its plateau."""
-        if self._plateau is None:
-            return False
-        value = row.get(self._plateau.metric)
-        if value is None:
-            return False
-        self._values.append(value)
-        return is_flat(self._plateau, list(self._values))
-
-
-class StopRules:
-    """Reads the rows of the main algorithm one after the other, and says when --stop ends it."""
-
-    def __init__(self, stop: StopConfig):
+    def __init__(self, stop: StopConfig, plateau: Plateau | None = None):
         self._stop = stop
+        self._plateau = plateau
+        self._values = deque[float](maxlen=2 * plateau.over if plateau else 0)
         self._windows = {rule: deque[float](maxlen=stop.over) for rule in stop.rules}
         self._without_gain = 0
         self._best = math.nan
@@ -78,8 +49,12 @@ class StopRules:
         """The step of the best evaluation so far; -1 before the first one."""
 
     def add(self, row: dict[str, Any]) -> str:
-        """Read the row of a step, and return why the run ends with it; "" if it does not."""
+        """Read the row of a step, and return why the stage ends with it; "" if it does not."""
         reasons = []
+        if self._plateau is not None and row.get(self._plateau.metric) is not None:
+            self._values.append(row[self._plateau.metric])
+            if is_flat(self._plateau, list(self._values)):
+                reasons.append(f"{self._plateau.metric} is flat")
         value = row.get(self._stop.metric)
         if value is not None:
             sign = 1 if self._stop.goal == "highest" else -1
@@ -107,19 +82,15 @@ class StopRules:
         return "; ".join(reasons)
 
 
-def stop_rules(config: ExperimentConfig, run_dir: Path, stage: Stage, step: int) -> StopRules:
-    """Return the rules after the steps of the main algorithm up to `step`.
-
-    All processes call it together. The rules of an earlier stage are empty.
-    """
-    if stage.index != len(config.phases):
-        return StopRules(StopConfig())
+def end_rules(config: ExperimentConfig, run_dir: Path, stage: Stage, step: int) -> EndRules:
+    """Return the rules after the steps of a stage up to `step`. All processes call it together."""
 
     def earlier_rows() -> list[dict[str, Any]]:
         rows = run_files.read_metrics(run_dir)
         return [row for row in rows if stage.first <= row["step"] <= step]
 
-    rules = StopRules(config.stop)
+    is_main = stage.index == len(config.phases)
+    rules = EndRules(config.stop if is_main else StopConfig(), stage.ends_when_flat)
     for row in processes.from_first(earlier_rows):
         rules.add(row)
     return rules
