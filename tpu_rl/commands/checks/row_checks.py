@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -53,6 +53,21 @@ COLUMNS_OF_SOURCE = {
 """The same, by the source of experience."""
 CHOICE_COLUMNS = ("choices", "options")
 """Columns with the choices of a question. A prompt has to show them."""
+WARNINGS = {
+    "tools": "{count} of {rows} rows have their tools in the system message and in `tools`: a "
+    "template that shows tools writes them twice; take one of the two out of the rows",
+    "hidden": "the chat template does not show all that the rows hold: {names} of {rows} rows; "
+    "give a template that shows it (--tokenizer.chat-template FILE), or drop it",
+    "spelling": "{count} of {rows} rows spell control tokens, which the model reads as ordinary "
+    "text: only the chat template writes control tokens",
+    "choices": "{count} of {rows} rows have choices that their prompt does not show: write them "
+    'into it, as in "Which? (A) red (B) blue", and `answer` as a letter',
+    "tags": "the model reads tags of images as letters: {names} of {rows} rows; in a row with a "
+    "column `images`, write <image> where each of them stands",
+    "pictures": "columns look like pictures, and nothing shows them to the model: {names} of "
+    "{rows} rows; name one, --data.columns images={first}, or write a list `images`",
+}
+"""Kind of what the model does not read as it is meant -> the warning, for the rows that have it."""
 MEDIA_COLUMNS = {"images", "image", "videos", "video", "audios", "audio"}
 """Columns that nothing reads, and without which a prompt means something else."""
 
@@ -222,20 +237,27 @@ def _check_rows(
     encode = _encoder(config, spec, tokenizer)
     curriculum = config.rollout.curriculum
     starts = curriculum.hints or any(curriculum.start)
-    hidden: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in WARNINGS}
     num_without_thought = 0
     num_tokens = 0
     num_unknown = 0
-    num_repeating_tools = 0
-    num_spelling = 0
-    num_hiding_choices = 0
-    tags: Counter[str] = Counter()
-    pictures: Counter[str] = Counter()
-    read = _sources(config.data.columns if isinstance(config.data, FileData) else ())
-    reads_pictures = config.converses
+    named = _sources(config.data.columns if isinstance(config.data, FileData) else ())
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
     num_rendered = min(len(rows), MAX_RENDERED_ROWS)
+
+    def findings(row: Row) -> dict[str, Iterable[str]]:
+        """Return kind of warning -> names of what the row has of it; "" where it has no name."""
+        pictures = set() if config.converses else {*unnamed_pictures(row)} - named
+        return {
+            "tools": [""] * _repeats_tools(row),
+            "hidden": _unshown(row, tokenizer),
+            "spelling": [""] * _spells(row, spec.columns, markers),
+            "choices": [""] * _hides_choices(row),
+            "tags": _unread_tags(row, spec.columns) if tokenizer.images else (),
+            "pictures": pictures,
+        }
+
     for index in range(num_rows):
         row = rows[index]
         with data.naming_row(rows, index):
@@ -250,13 +272,8 @@ def _check_rows(
                 raise _beyond(tokenizer, int(ids.max()), vocab_size)
             num_tokens += ids.size
             num_unknown += int((ids == tokenizer.unknown_id).sum())
-            if index < num_rendered:
-                hidden.update(_unshown(row, tokenizer))
-                num_repeating_tools += _repeats_tools(row)
-                num_spelling += _spells(row, spec.columns, markers)
-                num_hiding_choices += _hides_choices(row)
-                tags.update(_unread_tags(row, spec.columns) if tokenizer.images else ())
-                pictures.update(() if reads_pictures else {*unnamed_pictures(row)} - read)
+            for kind, names in findings(row).items() if index < num_rendered else ():
+                found[kind].update(names)
         if tokenizer.thought_opening:
             num_without_thought += _lacks_thought(row)
     warnings = []
@@ -267,40 +284,13 @@ def _check_rows(
             f"{num_unknown / num_tokens:.2%} of the tokens of the first {num_rows} rows are "
             f"unknown to the tokenizer ({token}): the model cannot read that text"
         )
-    if num_repeating_tools:
-        warnings.append(
-            f"{num_repeating_tools} of {num_rendered} rows have their tools in the system message "
-            "and in `tools`: a template that shows tools writes them twice; take one of the two out"
-            " of the rows"
+    warnings += [
+        WARNINGS[kind].format(
+            count=names.total(), rows=num_rendered, names=_counts(names), first=min(names)
         )
-    if hidden:
-        warnings.append(
-            "the chat template does not show all that the rows hold: "
-            f"{_counts(hidden)} of {num_rendered} rows; give a template that shows "
-            "it (--tokenizer.chat-template FILE), or drop it"
-        )
-    if num_spelling:
-        warnings.append(
-            f"{num_spelling} of {num_rendered} rows spell control tokens, which the model reads as "
-            "ordinary text: only the chat template writes control tokens"
-        )
-    if num_hiding_choices:
-        warnings.append(
-            f"{num_hiding_choices} of {num_rendered} rows have choices that their prompt does not "
-            'show: write them into it, as in "Which? (A) red (B) blue", and `answer` as a letter'
-        )
-    if tags:
-        warnings.append(
-            f"the model reads tags of images as letters: {_counts(tags)} of {num_rendered} rows; in"
-            " a row with a column `images`, write <image> where each of them stands"
-        )
-    if pictures:
-        name = next(iter(pictures))
-        warnings.append(
-            f"columns look like pictures, and nothing shows them to the model: {_counts(pictures)} "
-            f"of {num_rendered} rows; name one, --data.columns images={name}, or write a list "
-            "`images`"
-        )
+        for kind, names in found.items()
+        if names
+    ]
     if num_without_thought:
         warnings.append(
             f"the generation prompt opens <think>, and {num_without_thought} of {num_rows} answers "
