@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from tpu_rl.commands.flags import flag_names
-from tpu_rl.errors import InputError, missing_file
+from tpu_rl.errors import InputError, missing_file, refused
 from tpu_rl.runtime.worker_child import shorten
 
 PRESET = "preset"
@@ -60,17 +60,18 @@ def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
     where = where or str(path)
     if not path.exists():
         raise missing_file("no such file", path, where)
+    unreadable = "the configuration cannot be read"
     if not (path.is_file() and path.stat().st_size <= MAX_BYTES):
         raise InputError(
-            "the configuration cannot be read",
+            unreadable,
             where=where,
             why=f"it is no regular file of at most {MAX_BYTES:,} bytes",
             fix="write one `flag: value` a line into a file",
         )
+    with refused((OSError, UnicodeDecodeError), unreadable, where=where):
+        text = path.read_text(encoding="utf-8")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("the configuration cannot be read", where=where, why=str(error)) from None
+        content = yaml.load(text, _Loader)
     # Deep nesting, and numbers of thousands of digits.
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InputError(

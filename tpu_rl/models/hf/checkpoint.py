@@ -12,6 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,11 +139,7 @@ def _num_known_tokens(directory: Path, size: int) -> int:
         InputError: ordinary text has ids beyond `size`. Reading them would give another token's
             row.
     """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return size
-    tokenizer = untrusted_files.read_json(path)
-    try:
+    with _readable_vocabulary(directory) as tokenizer:
         vocab = tokenizer.get("model", {}).get("vocab")
         if not vocab:
             return size
@@ -153,8 +150,6 @@ def _num_known_tokens(directory: Path, size: int) -> int:
         ids |= {token["id"] for token in added_tokens}
         num_known = 1 + max(ids)
         num_ordinary = 1 + max(ids - special_ids, default=0)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise _unreadable_vocabulary(path, error) from error
     if num_ordinary > size:
         raise InputError(
             f"the tokenizer knows {num_ordinary:,} ids and the model's embedding {size:,}",
@@ -171,25 +166,23 @@ def _tile_tokens(directory: Path) -> tuple[int, ...]:
     Raises:
         InputError: tokenizer.json is not readable.
     """
-    path = directory / "tokenizer.json"
-    tokenizer = untrusted_files.read_json(path) if path.exists() else {}
-    try:
+    with _readable_vocabulary(directory) as tokenizer:
         return tuple(
             int(token["id"])
             for token in tokenizer.get("added_tokens", [])
             if TILE_TOKEN.fullmatch(token["content"])
         )
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise _unreadable_vocabulary(path, error) from error
 
 
-def _unreadable_vocabulary(path: Path, error: Exception) -> InputError:
-    return InputError(
-        "tokenizer.json has no readable vocabulary",
-        where=str(path),
-        why=repr(error)[:200],
-        fix="download it again",
-    )
+@contextmanager
+def _readable_vocabulary(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of tokenizer.json, {} without one; raise InputError if it is another."""
+    path = directory / "tokenizer.json"
+    tokenizer = untrusted_files.read_json(path) if path.exists() else {}
+    kinds = (TypeError, ValueError, KeyError, AttributeError)
+    what = "tokenizer.json has no readable vocabulary"
+    with refused(kinds, what, where=str(path), fix="download it again"):
+        yield tokenizer
 
 
 # Reading.
