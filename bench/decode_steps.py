@@ -68,7 +68,7 @@ def main() -> None:
     if flags.cache_dtype == "int8":
         model = models.with_int8_cache(model)
     if flags.weight_dtype != "computed":
-        model = models.with_quantized_weights(model, flags.weight_dtype)
+        model = models.variant(model, weight_dtype=flags.weight_dtype)
     if flags.attention == "auto":
         model = models.with_attention_kernel(model, tensor=flags.tensor)
     jax.config.update("jax_enable_compilation_cache", False)

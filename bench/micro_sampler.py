@@ -230,7 +230,7 @@ def make_cache_ideas(params: Params) -> Ideas:
     model = models.from_config(LLAMA)
     policies = {
         "for accelerators": models.policy(model),
-        "for CPUs": models.policy(models.with_cpu_cache(model)),
+        "for CPUs": models.policy(models.variant(model, attention={"cpu_cache": True})),
     }
 
     def arm(rows: int, policy: Policy) -> Decode:

@@ -191,7 +191,7 @@ def place(tmp_path_factory) -> Path:
     tokenizer = tokenizers.characters(string.printable, chat_template=TEMPLATE)
     policy = models.from_config(QWEN)
     models.save(str(folder / "DIR"), policy, policy.init(jax.random.key(0)), tokenizer)
-    judge = models.with_head(policy, 1)
+    judge = models.variant(policy, num_outputs=1)
     models.save(str(folder / "JUDGE"), judge, judge.init(jax.random.key(0)), tokenizer)
     reward_model.write_reading(folder / "JUDGE", ScoreReadout())
     for name in ("AUTHOR", "TEACHER", *(f"runs/{run}/model" for run in OF_POLICIES)):

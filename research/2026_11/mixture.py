@@ -120,7 +120,7 @@ def pretrain(to: Path) -> Path:
 def routing(model: Any, params: Any, texts: list[list[int]]) -> np.ndarray:
     """Return the experts [texts, tokens, layers, k] of the tokens of texts."""
     config = SamplerConfig(max_new_tokens=1, record_routing=True)
-    policy = models.policy(models.with_recorded_routing(model))
+    policy = models.policy(models.variant(model, records_routing=True))
     rollout = sampler.sample(
         policy, params, texts, sampler.run_key(0, Purpose.EVALUATION, 2), config
     )

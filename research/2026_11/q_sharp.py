@@ -261,8 +261,8 @@ def speed(batches: Sequence[int], repeats: int = 3, new_tokens: int = 64) -> Non
         }
     )
     trunk = models.first_layers(model, layers // 4)
-    v_type = models.with_head(trunk, 1)
-    q_type = models.with_head(trunk, model.config.vocab.size)
+    v_type = models.variant(trunk, num_outputs=1)
+    q_type = models.variant(trunk, num_outputs=model.config.vocab.size)
     params = {
         "policy": jax.jit(model.init)(jax.random.key(0)),
         "q": jax.jit(v_type.init)(jax.random.key(1)),

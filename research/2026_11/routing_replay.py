@@ -45,7 +45,7 @@ LOGIT_SCALE = 4.0
 def gaps(family: str, dtype: str) -> dict[str, np.ndarray]:
     """Return the absolute differences of log-probs, in nats, plain and with replay."""
     config = SIZES | FAMILIES[family] | {"model_type": family}
-    model = models.with_recorded_routing(models.from_config(config, dtype=dtype))
+    model = models.variant(models.from_config(config, dtype=dtype), records_routing=True)
     params = models.cast_to_compute_dtype(model.init(jax.random.key(0)), dtype)
     params = params | {"unembedding": params["unembedding"] * LOGIT_SCALE}
     noise = np.random.default_rng(1)

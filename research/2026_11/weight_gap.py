@@ -39,7 +39,7 @@ def quantized(model: Model, params: Params, dtype: WeightDtype) -> tuple[Model, 
         return quantization.quantize(name, leaf, dtype) if name in QUANTIZED else leaf
 
     tree = jax.jit(lambda params: jax.tree.map_with_path(quantize, params))(params)
-    return models.with_quantized_weights(model, dtype), quantization.with_scales(tree)
+    return models.variant(model, weight_dtype=dtype), quantization.with_scales(tree)
 
 
 def in_int8(matrix: Array) -> Array:

@@ -479,7 +479,7 @@ def headed(outputs, seed=0):
         "num_attention_heads": 2,
     }
     base = models.from_config({"model_type": "llama", "vocab_size": 20} | sizes)
-    model = models.with_head(base, outputs)
+    model = models.variant(base, num_outputs=outputs)
     params = model.init(jax.random.key(seed))
     return model, params | {"score": 20 * params["score"]}
 

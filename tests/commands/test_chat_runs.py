@@ -162,7 +162,7 @@ def test_evaluation_takes_the_settings_of_flags_before_those_of_the_preset(tmp_p
 @pytest.mark.slow
 def test_a_reward_model_reads_prompts_as_in_its_training(checkpoint, tmp_path):
     tokenizer = tokenizers.load(checkpoint)
-    model = models.with_head(models.from_config(checkpoint), 1)
+    model = models.variant(models.from_config(checkpoint), num_outputs=1)
     models.save(tmp_path, model, model.init(jax.random.key(0)), tokenizer)
     settings = ChatSettings(True, "be kind", template_kwargs={"deep": 1})
     # A model of another library reads conversations.

@@ -119,7 +119,9 @@ def test_int8_cache_equals_whole_sequences_with_rounded_keys_and_values(
     family, transposed, monkeypatch
 ):
     model, params, _, _ = tiny(family)
-    model = models.with_int8_cache(models.with_cpu_cache(model) if transposed else model)
+    model = models.with_int8_cache(
+        models.variant(model, attention={"cpu_cache": True}) if transposed else model
+    )
     tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
     plainly = log_probs(family, tokens, *plain(3))
     cache = models.policy(model).init_cache(params, 3, CAPACITY)
@@ -163,7 +165,7 @@ def test_cache_that_is_read_row_by_row_equals_whole_sequences(family, monkeypatc
     tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
     expected = log_probs(family, tokens, *plain(3))
     positions, _, trunk = plain(3)
-    policy = models.policy(models.with_cpu_cache(model))
+    policy = models.policy(models.variant(model, attention={"cpu_cache": True}))
     cache = policy.init_cache(params, 3, CAPACITY)
     logits, cache = jax.jit(policy.extend)(params, cache, tokens, positions, trunk, lengths)
     assert kv_cache.TRANSPOSED_KEYS in cache["full"]

@@ -104,7 +104,7 @@ def test_a_model_decodes_the_same_logits_in_place(weights):
     made = tiny("deepseek_v3")
     model, params = made.model, made.params
     if weights == "int8":
-        model = models.with_quantized_weights(model, "int8")
+        model = models.variant(model, weight_dtype="int8")
         quantized = {
             name: quantization.quantize(name, params["layers"]["layer_0"][name], "int8")
             for name in EXPERT_MATRICES

@@ -31,7 +31,7 @@ def dots(jaxpr):
 def test_products_with_weights_are_float32_before_they_are_rounded(float32_sums, dtypes):
     model = models.from_config(CONFIGS["llama3"], dtype="bfloat16")
     if float32_sums:
-        model = models.with_float32_sums(model)
+        model = models.variant(model, float32_sums=True)
     params = jax.eval_shape(model.init, jax.random.key(0))
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
 

@@ -220,7 +220,7 @@ def test_decode_steps_of_an_h100_copy_no_layer_of_the_cache(kernel):
     assert shape is not None
     model = models.from_config(shape, dtype="bfloat16", param_dtype="bfloat16")
     if kernel:
-        model = models.with_gpu_decode(model)
+        model = models.variant(model, attention={"gpu_decode": "triton"})
     mesh = sharding.make_mesh(devices=[gpu_device("h100")])
     program, _ = compile_decoding(model, mesh, 64, 4096)
     layer = r"bf16\[(1,)?64,8,4096,64\]"
@@ -259,7 +259,7 @@ def decoded(model: Any, params: Any) -> Any:
 def test_a_model_decodes_the_same_logits(family):
     """Exact sampling, whose sums have another order too, differs by up to 4e-6 from XLA's."""
     made = tiny(family)
-    model = models.with_gpu_decode(made.model, "interpreted")
+    model = models.variant(made.model, attention={"gpu_decode": "interpreted"})
     wanted = decoded(made.model, made.params)
     np.testing.assert_allclose(decoded(model, made.params), wanted, atol=5e-6, rtol=0)
 
@@ -400,7 +400,7 @@ def test_unsupported_models_are_named_with_a_reason(changes, capability, why):
 
 
 def test_several_tokens_and_some_int8_caches_are_left_to_xla():
-    model = models.with_gpu_decode(tiny("llama3").model)
+    model = models.variant(tiny("llama3").model, attention={"gpu_decode": "triton"})
     config = model.config.attention
     query = jnp.zeros((1, 1, config.num_heads, config.head_dim))
     cache = model.init_cache(None, 1, 130)

@@ -24,7 +24,7 @@ def headed(family, outputs=3):
     """Return (model, params) with a head whose outputs are large enough to compare."""
     base = tiny(family)
     params = models.head_params(base.model, base.params, outputs, jax.random.key(5))
-    return models.with_head(base.model, outputs), params | {"score": 20 * params["score"]}
+    return models.variant(base.model, num_outputs=outputs), params | {"score": 20 * params["score"]}
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_head_replaces_the_unembedding(family):
     params = models.head_params(base.model, base.params, 2, jax.random.key(0))
     assert "unembedding" not in params
     assert all(params[name] is leaf for name, leaf in base.params.items() if name != "unembedding")
-    fresh = jax.eval_shape(models.with_head(base.model, 2).init, jax.random.key(0))
+    fresh = jax.eval_shape(models.variant(base.model, num_outputs=2).init, jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), fresh
     )
@@ -140,7 +140,7 @@ def test_first_layers_equal_the_model_whose_other_layers_add_zero(family, layers
 
 def test_first_layers_of_a_headed_model_can_be_saved_and_loaded(tmp_path):
     base = tiny("gemma2")
-    model = models.with_head(models.first_layers(base.model, 2), 1)
+    model = models.variant(models.first_layers(base.model, 2), num_outputs=1)
     short = models.first_layers_params(base.model, base.params, 2)
     params = models.head_params(models.first_layers(base.model, 2), short, 1, jax.random.key(0))
     models.save(tmp_path / "model", model, params)
@@ -192,7 +192,7 @@ def test_labels_of_another_number_of_outputs_are_dropped(tmp_path):
     labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     base = models.from_config(CONFIGS["llama3"] | labels)
     for outputs in (2, 3):
-        model = models.with_head(base, outputs)
+        model = models.variant(base, num_outputs=outputs)
         models.save(tmp_path, model, model.init(jax.random.key(0)))
         written = json.loads((tmp_path / "config.json").read_text())
         assert written["num_labels"] == outputs

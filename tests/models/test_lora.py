@@ -357,7 +357,7 @@ def test_experts_that_are_one_tensor_have_no_adapters():
 def test_lm_head_is_adapted_only_if_it_is_not_tied():
     with pytest.raises(InputError, match="lm_head is the embedding"):
         models.with_lora(tiny("qwen2").model, LoraConfig(2, targets=("lm_head",)))
-    headed = models.with_head(tiny("llama3").model, 2)
+    headed = models.variant(tiny("llama3").model, num_outputs=2)
     assert names_of(models.with_lora(headed, LoraConfig(2, targets=("q_proj", "lm_head")))) == {
         "query"
     }
@@ -479,7 +479,7 @@ def test_adapters_of_a_multimodal_gemma3_name_its_language_model(tmp_path):
 def test_adapter_of_a_reward_model_contains_its_head(tmp_path):
     one = adapted("llama3")
     headed = models.with_lora(
-        models.with_head(tiny("llama3").model, 2), LoraConfig(3, targets=("v_proj",))
+        models.variant(tiny("llama3").model, num_outputs=2), LoraConfig(3, targets=("v_proj",))
     )
     adapters = models.random_adapters(headed, jax.random.key(0), mesh())
     params = models.join(one.base, adapters | {"score": jnp.ones((2, 40))})

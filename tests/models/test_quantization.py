@@ -157,7 +157,7 @@ def test_a_quantized_model_computes_with_the_rounded_matrices(family, dtype, ran
         logits, _ = extend(params, cache, tokens, positions, branches, lengths)
         return jax.nn.log_softmax(logits)
 
-    found = log_probs(models.with_quantized_weights(model, dtype), numbers)
+    found = log_probs(models.variant(model, weight_dtype=dtype), numbers)
     np.testing.assert_allclose(found, log_probs(model, rounded), atol=2e-5)
     assert float(jnp.abs(found - log_probs(model, params)).max()) > 1e-3
 
@@ -166,7 +166,7 @@ def test_a_quantized_model_computes_with_the_rounded_matrices(family, dtype, ran
 @pytest.mark.parametrize("dtype", ["int8", "nf4"])
 def test_every_quantized_matrix_has_scales_in_the_params(dtype):
     model, params, _, _ = tiny("gpt_oss")
-    quantized = models.with_quantized_weights(model, dtype)
+    quantized = models.variant(model, weight_dtype=dtype)
     numbers, _ = quantize_tree(params, dtype)
     shapes = jax.eval_shape(quantized.init, jax.random.key(0))
     as_shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), numbers)

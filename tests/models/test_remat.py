@@ -30,15 +30,15 @@ def test_gradients_do_not_depend_on_remat(family):
     model = tiny(family).model
     wanted = of_model(model)
     for policy in POLICIES[1:]:
-        require_same(of_model(models.with_remat(model, policy)), wanted)
-    barrier = models.with_remat(model, "full", gradient_barrier=True)
+        require_same(of_model(models.variant(model, remat=policy)), wanted)
+    barrier = models.variant(model, remat="full", gradient_barrier=True)
     require_same(of_model(barrier), wanted)
 
 
 @pytest.mark.nightly
 def test_gradients_with_the_kernel_do_not_depend_on_remat():
     kernel = models.with_attention_kernel(tiny("llama3").model, "interpreted")
-    require_same(of_model(models.with_remat(kernel, "save-dots")), of_model(kernel))
+    require_same(of_model(models.variant(kernel, remat="save-dots")), of_model(kernel))
 
 
 def test_a_barrier_stands_behind_the_gradients_of_gate_and_up():
@@ -50,13 +50,13 @@ def test_a_barrier_stands_behind_the_gradients_of_gate_and_up():
         return str(jax.make_jaxpr(total)(params)).count("optimization_barrier")
 
     model = tiny("llama3").model
-    with_barrier = models.with_remat(model, "none", gradient_barrier=True)
-    assert barriers(with_barrier) == barriers(models.with_remat(model, "none")) + 1
+    with_barrier = models.variant(model, remat="none", gradient_barrier=True)
+    assert barriers(with_barrier) == barriers(models.variant(model, remat="none")) + 1
 
 
 @functools.cache
 def gradient_of(policy: str) -> jax.stages.Compiled:
-    model, slots = models.with_remat(tiny("llama3").model, policy), ROWS["shared prompts"]
+    model, slots = models.variant(tiny("llama3").model, remat=policy), ROWS["shared prompts"]
     params, tokens = (
         model.init(jax.random.key(0)),
         jax.random.randint(jax.random.key(1), (2, 384), 0, 7),

@@ -13,7 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_rl import models
-from tpu_rl.commands import compose
+from tpu_rl.commands import compose, roles
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.plan import plan_steps
 from tpu_rl.planner import sampling, steps
@@ -39,17 +39,21 @@ def programs(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> dict[str, str]:
         program: Any = SimpleNamespace(output_shardings=NamedSharding(mesh, PartitionSpec()))
         return steps.Compiled(program, "", 0.0)
 
-    def on_gpus(model: Model) -> Model:
+    fast_model = roles.fast_model
+
+    def on_gpus(config: Any, model: Model, mesh: Any) -> Model:
+        model = models.variant(fast_model(config, model, mesh), attention={"cpu_cache": False})
         if not kernel:
             return model
-        return models.with_gpu_decode(models.with_attention_kernel(model, "cudnn"))
+        model = models.with_attention_kernel(model, "cudnn")
+        return models.variant(model, attention={"gpu_decode": "triton"})
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(sampling, "compile_step", lower)
     monkeypatch.setattr(plan_steps, "compile_step", lower)
     monkeypatch.setattr(sampling, "compile_step", lower)
     monkeypatch.setattr(plan_steps, "compile_step", lower)
-    monkeypatch.setattr(models, "with_cpu_cache", on_gpus)
+    monkeypatch.setattr(roles, "fast_model", on_gpus)
     with plan_steps.known_by_name(configuration.parse([*RUN])) as config:
         model = plan_steps.read_model(config)
         mesh = compose.make_mesh(config.mesh, jax.devices()[:1])

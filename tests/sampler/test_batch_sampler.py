@@ -195,7 +195,10 @@ def test_a_guided_policy_refills_both_of_its_caches(candidate_mass):
     """{reference, q}, of different models; q's has room for the candidates."""
     reference, reference_params = decoder()
     q, q_params = decoder(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-    q, q_params = models.with_head(q, 1), models.head_params(q, q_params, 1, jax.random.key(1))
+    q, q_params = (
+        models.variant(q, num_outputs=1),
+        models.head_params(q, q_params, 1, jax.random.key(1)),
+    )
     params = guided_policy.with_kl_coef({"policy": reference_params, "q": q_params}, 0.05)
     policy = guided_policy.guide(
         models.policy(reference, lambda tree: tree["policy"]),
@@ -382,7 +385,7 @@ from tpu_rl.sampler import SamplerConfig, SegmentConfig, decode_loop, sample
 
 model, params = decoder()
 if "transposed" in sys.argv:
-    model = models.with_cpu_cache(model)
+    model = models.variant(model, attention={"cpu_cache": True})
 policy, prompts, limits = models.policy(model), PROMPTS + PROMPTS[:3], np.arange(21) * 7 % 20 + 1
 segments = SegmentConfig(4, 1, 8)
 config = SamplerConfig(

@@ -72,7 +72,7 @@ def test_no_token_copies_the_cache(family, kv_heads, tensor, cache_dtype):
     """`kv_heads` are those of a chip. The mixture records its routing."""
     model = models.with_attention_kernel(model_of(family, kv_heads * tensor), tensor=tensor)
     if family == "mixture":
-        model = models.with_recorded_routing(model)
+        model = models.variant(model, records_routing=True)
     if cache_dtype == "int8":
         model = models.with_int8_cache(model)
     program, cache = compiled(model, tensor)
@@ -107,7 +107,7 @@ def test_quantized_matrices_are_read_in_eight_bits():
     """Each token converts them inside the products: nothing of a matrix's size is written."""
     hidden, wide = 2048, 16_384
     model = model_of("llama", 2, hidden_size=hidden, intermediate_size=wide)
-    model = models.with_quantized_weights(models.with_attention_kernel(model), "int8")
+    model = models.variant(models.with_attention_kernel(model), weight_dtype="int8")
     program, _ = compiled(model, 1)
     matrix = hidden * wide
     assert not copies(program, matrix)
@@ -129,7 +129,7 @@ def test_no_token_copies_or_converts_the_experts_of_a_layer(dtype):
     each of the three matrices is copied."""
     model = model_of("mixture", 2, num_experts=256, moe_intermediate_size=2048)
     if dtype == "int8":
-        model = models.with_quantized_weights(model, dtype)
+        model = models.variant(model, weight_dtype=dtype)
     program, _ = compiled(models.with_attention_kernel(model), 1)
     experts, *sides = model.config.shape("expert_up")
     assert not copies(program, experts // 2 * math.prod(sides))

@@ -25,7 +25,7 @@ CONFIG = SamplerConfig(
 
 
 def recording(family):
-    return models.with_recorded_routing(tiny(family).model)
+    return models.variant(tiny(family).model, records_routing=True)
 
 
 @functools.cache

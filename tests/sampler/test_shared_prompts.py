@@ -47,14 +47,14 @@ def group_sizes(monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("with_kernel", "first_sizes"),
+    ("kernel", "first_sizes"),
     [
         # Of the TPU, rows 0 and 1 in one half of the slots, 2 and 3 in the other.
-        pytest.param(models.with_attention_kernel, [2, 2], id="tpu"),
-        pytest.param(models.with_gpu_decode, [2, 4], id="gpu"),
+        pytest.param("kernel", [2, 2], id="tpu"),
+        pytest.param("gpu_decode", [2, 4], id="gpu"),
     ],
 )
-def test_sharing_changes_no_completion(group_sizes, with_kernel, first_sizes):
+def test_sharing_changes_no_completion(group_sizes, kernel, first_sizes):
     """Two rows of four each continue an earlier call. Slots are refilled within a segment."""
     made = tiny("llama3")
 
@@ -71,7 +71,8 @@ def test_sharing_changes_no_completion(group_sizes, with_kernel, first_sizes):
         for row, one in enumerate(begun)
     ]
     assert not group_sizes
-    actual = decode(with_kernel(made.model, "interpreted"), resumed=resumed)
+    model = models.variant(made.model, attention={kernel: "interpreted"})
+    actual = decode(model, resumed=resumed)
     jax.effects_barrier()
     assert group_sizes[0] == first_sizes
     np.testing.assert_array_equal(actual.tokens, wanted.tokens)
@@ -102,7 +103,7 @@ def test_only_caches_of_the_kernel_know_prompts():
     plain = tiny("llama3").model
     for model in (
         models.with_attention_kernel(plain, "interpreted"),
-        models.with_gpu_decode(plain),
+        models.variant(plain, attention={"gpu_decode": "triton"}),
     ):
         assert kv_cache.init_cache(model.config, 3, 128)[SHARED_PROMPT].shape == (2, 3)
         exact = models.with_exact_sampling(model)

@@ -136,7 +136,7 @@ def test_caches_for_cpus_are_the_same_cache(gemma3, tokens, at_once, monkeypatch
     monkeypatch.setattr(kv_cache, "CPU_BLOCK_BYTES", at_once)
     jax.clear_caches()  # which hold programs for the other number
     found = []
-    for one in (model, models.with_cpu_cache(model)):
+    for one in (model, models.variant(model, attention={"cpu_cache": True})):
         cache, seen = one.init_cache(params, 3, LENGTH), []
         for count, commit in ((300, LENGTHS), (1, [1, 0, 1]), (130, [20, 130, 1]), (1, [1, 1, 1])):
             log_probs, cache = read(one, params, cache, tokens, count, commit)

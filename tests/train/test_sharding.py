@@ -162,7 +162,7 @@ from tpu_rl.rewards import reward_model
 from tpu_rl.train import sharding
 import tpu_rl
 shipped = pathlib.Path(tpu_rl.__file__).parent / "pretrained" / "arithmetic"
-model = models.with_head(models.from_config(shipped), 1)
+model = models.variant(models.from_config(shipped), num_outputs=1)
 path = pathlib.Path(tempfile.mkdtemp()) / "model"
 models.save(path, model, model.init(jax.random.key(0)), tokenizers.load(shipped))
 asked = ["8+9=", "1+1="], ["#17", "#2"]

@@ -58,7 +58,7 @@ def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
                 file=sys.stderr,
             )
         if model.config.weight_dtype is not None:
-            model = models.with_quantized_weights(model, None)
+            model = models.variant(model, weight_dtype=None)
         return Language(model, tokenizer), params
     model = from_config(config, directory)
     key = sampler.run_key(config.seed, Purpose.INIT, 0)
@@ -144,13 +144,13 @@ def load(
 def with_base_dtype(config: ExperimentConfig, model: Model) -> Model:
     """Return the model whose weights lie under adapters, in the type that they have there."""
     weight_dtype = config.model.lora.weight_dtype
-    return model if weight_dtype is None else models.with_quantized_weights(model, weight_dtype)
+    return model if weight_dtype is None else models.variant(model, weight_dtype=weight_dtype)
 
 
 def random_params(model: Model, key: Array, mesh: Mesh) -> Params:
     """Return random weights on the mesh."""
     weight_dtype = model.config.weight_dtype
-    whole = models.with_quantized_weights(model, None)
+    whole = models.variant(model, weight_dtype=None)
 
     def init(key: Array) -> Params:
         params = whole.init(key)
@@ -240,7 +240,7 @@ def role_model(
             why="a new head would be random, and this role never learns",
             fix="give the model folder of a run of value_pretraining",
         )
-    return models.with_head(model, outputs)
+    return models.variant(model, num_outputs=outputs)
 
 
 def head_outputs(model: Model, spec: RoleSpec) -> int | None:
@@ -268,7 +268,7 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
         if config.rollout.replay_routing and name == "policy":
             if model.config.moe is None:
                 config.require_fit("a dense model")
-            model = models.with_recorded_routing(model)
+            model = models.variant(model, records_routing=True)
         select = place(config, name)
         if select.base is not None or select.name == BASE:
             model = with_base_dtype(config, model)
@@ -325,7 +325,9 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
     for reason in filter(None, dict.fromkeys(obstacles.values())):
         print(f"note: decode steps have XLA's attention and no kernel: {reason}", file=sys.stderr)
     return {
-        name: model if obstacles[name] else models.with_gpu_decode(model)
+        name: model
+        if obstacles[name]
+        else models.variant(model, attention={"gpu_decode": "triton"})
         for name, model in result.items()
     }
 
@@ -356,15 +358,17 @@ def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
 
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
     """Return the model with what is fastest on the mesh's devices, or what was asked for."""
-    model = models.with_remat(model, config.model.remat, config.model.gradient_barrier)
+    model = models.variant(
+        model, remat=config.model.remat, gradient_barrier=config.model.gradient_barrier
+    )
     if model.config.moe is not None:
         config.require_fit("a mixture of experts")
     if config.model.exact_sampling:
         return models.with_exact_sampling(model)
     if config.model.float32_sums:
-        model = models.with_float32_sums(model)
+        model = models.variant(model, float32_sums=True)
     if mesh.devices.flat[0].platform == "cpu":
-        model = models.with_cpu_cache(model)
+        model = models.variant(model, attention={"cpu_cache": True})
     if not has_attention_kernel(config, mesh):
         return model
     tensor = config.sampling.tensor_parallel
@@ -641,7 +645,7 @@ class RunContext(NamedTuple):
         if self.config.sampling.kv_cache_dtype == "int8":
             model = models.with_int8_cache(model)
         if self.weight_dtype is not None:
-            model = models.with_quantized_weights(model, self.weight_dtype)
+            model = models.variant(model, weight_dtype=self.weight_dtype)
         return model
 
     def selects(self, names: Iterable[str]) -> list[Select]:

@@ -1,7 +1,7 @@
 """Language models: load one, derive others from it, and save it.
 
 `load` reads a Hugging Face directory. `policy` and `role` are how the sampler and algorithms use a
-model. `with_head`, `first_layers`, `with_lora` and the other `with_...` functions return derived
+model. `variant`, `first_layers`, `with_lora` and the other `with_...` functions return derived
 models.
 """
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         head_role,
         random_head,
         require_writer,
-        with_head,
     )
     from tpu_rl.models.hf.checkpoint import check, file_dtype, from_config, load, save
     from tpu_rl.models.hf.paths import find_configuration, find_directory
@@ -38,15 +37,10 @@ if TYPE_CHECKING:
         image_features,
         policy,
         role,
+        variant,
         with_attention_kernel,
-        with_cpu_cache,
         with_exact_sampling,
-        with_float32_sums,
-        with_gpu_decode,
         with_int8_cache,
-        with_quantized_weights,
-        with_recorded_routing,
-        with_remat,
         with_unsampled,
     )
     from tpu_rl.models.quantization import quantize_tree

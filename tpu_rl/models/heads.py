@@ -47,16 +47,8 @@ def head_role(trunk: Role, select: Callable[[Params], Params]) -> Role:
     return Role(trunk.hidden, outputs)
 
 
-def with_head(model: Model, num_outputs: int) -> Model:
-    """Return the model with a head of `num_outputs` numbers in place of the vocabulary.
-
-    Its `logits` and `extend` return those numbers instead of logits.
-    """
-    return decoder(replace(model.config, num_outputs=num_outputs))
-
-
 def head_params(model: Model, params: Params, num_outputs: int, key: Array) -> Params:
-    """Return the params of `with_head(model, num_outputs)`, made from those of the language model.
+    """Return the params of the model with `num_outputs`, made from those of the language model.
 
     The head is random and small.
     """

@@ -8,7 +8,7 @@ its place in the params tree of a run, for algorithms, and `Select` finds a role
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.models.attention import decode
-from tpu_rl.models.config import DecoderConfig, WeightDtype
+from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.decoder import decoder
 from tpu_rl.models.lora import join
 from tpu_rl.models.vision import towers
@@ -101,25 +101,16 @@ def _image_features(config: DecoderConfig) -> Callable[[Params, Any], Features]:
     return jax.jit(functools.partial(towers.features, config))
 
 
+def variant(model: Model, attention: Mapping[str, Any] | None = None, **changes: Any) -> Model:
+    """Return the model with other values of fields of `DecoderConfig`, and of its `attention`."""
+    changed = replace(model.config.attention, **(attention or {}))
+    return decoder(replace(model.config, attention=changed, **changes))
+
+
 def with_int8_cache(model: Model) -> Model:
     """Return the model with keys and values cached in int8 (see `kv_cache.quantize`)."""
     # Scales are those of single heads.
-    attention = replace(model.config.attention, pairs_heads=False)
-    return decoder(replace(model.config, cache_dtype="int8", attention=attention))
-
-
-def with_quantized_weights(model: Model, dtype: WeightDtype | None) -> Model:
-    """Return the model whose params are those of `quantization.quantize_tree`; None: the model of
-    whole weights."""
-    return decoder(replace(model.config, weight_dtype=dtype))
-
-
-def with_cpu_cache(model: Model) -> Model:
-    """Return the model with the cache layout for CPUs (see `AttentionConfig.cpu_cache`).
-
-    It takes a fifth off the time of decoding 64 rows of a small model.
-    """
-    return decoder(replace(model.config, attention=replace(model.config.attention, cpu_cache=True)))
+    return variant(model, {"pairs_heads": False}, cache_dtype="int8")
 
 
 def with_attention_kernel(
@@ -132,51 +123,21 @@ def with_attention_kernel(
     """
     attention = model.config.attention
     pairs_heads = kernel != "cudnn" and decode.can_pair_heads(attention, tensor)
-    attention = replace(attention, kernel=kernel, pairs_heads=pairs_heads)
-    return decoder(replace(model.config, attention=attention))
-
-
-def with_gpu_decode(model: Model, kernel: Literal["triton", "interpreted"] = "triton") -> Model:
-    """Return the model whose decode steps use the kernel for GPUs (see
-    `AttentionConfig.gpu_decode`)."""
-    return decoder(
-        replace(model.config, attention=replace(model.config.attention, gpu_decode=kernel))
-    )
+    return variant(model, {"kernel": kernel, "pairs_heads": pairs_heads})
 
 
 def with_exact_sampling(model: Model) -> Model:
     """Return the model whose cached and packed tokens have logits of equal bits (see
     `DecoderConfig.exact`)."""
-    attention = replace(
-        model.config.attention, kernel="none", gpu_decode="none", cpu_cache=False, pairs_heads=False
-    )
-    return decoder(replace(model.config, attention=attention, exact=True))
-
-
-def with_float32_sums(model: Model) -> Model:
-    """Return the model whose products are summed in float32 (see `DecoderConfig.float32_sums`)."""
-    return decoder(replace(model.config, float32_sums=True))
+    plain = {"kernel": "none", "gpu_decode": "none", "cpu_cache": False, "pairs_heads": False}
+    return variant(model, plain, exact=True)
 
 
 def with_unsampled(model: Model, ids: Iterable[int]) -> Model:
     """Return the model that gives these tokens probability zero, sampled or in packed rows."""
     vocab = model.config.vocab
     unsampled = tuple(sorted(token_id for token_id in set(ids) if token_id < vocab.size))
-    return decoder(replace(model.config, vocab=replace(vocab, unsampled=unsampled)))
-
-
-def with_recorded_routing(model: Model) -> Model:
-    """Return the mixture of experts that records its routing in the cache, and replays it in packed
-    rows (see `DecoderConfig.records_routing`)."""
-    return decoder(replace(model.config, records_routing=True))
-
-
-def with_remat(
-    model: Model, remat: Literal["full", "save-dots", "none"], gradient_barrier: bool = False
-) -> Model:
-    """Return the model with this backward pass (see `remat` and `gradient_barrier` of
-    `DecoderConfig`)."""
-    return decoder(replace(model.config, remat=remat, gradient_barrier=gradient_barrier))
+    return variant(model, vocab=replace(vocab, unsampled=unsampled))
 
 
 def apply(model: Model, params: Params, tokens: Array) -> Array:

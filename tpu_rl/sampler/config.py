@@ -172,7 +172,7 @@ class SamplerConfig(ranges.Checked):
     speculation: Speculation = Speculation()
     record_routing: bool = False
     """Return the experts of each token in `Rollout.routing`. Only for mixtures that record them
-    (`models.with_recorded_routing`), and not with drafts or resumed completions."""
+    (`DecoderConfig.records_routing`), and not with drafts or resumed completions."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -151,7 +151,7 @@ def _check_routing(policy: Policy, params: Params, config: SamplerConfig, is_res
             "sample: the policy records no routing",
             where=where,
             why="it is no mixture of experts, or was not asked to",
-            fix="use models.with_recorded_routing, or leave it out",
+            fix="use models.variant(model, records_routing=True), or leave it out",
         )
     if is_resumed or config.speculation.tokens:
         raise InputError(

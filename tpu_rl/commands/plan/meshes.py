@@ -402,7 +402,7 @@ def _copies_experts(
     model = models.with_attention_kernel(model)
     sampled = config.sampling.weight_dtype
     weight_dtype = config.model.lora.weight_dtype if sampled == "computed" else sampled
-    model = models.with_quantized_weights(model, weight_dtype)
+    model = models.variant(model, weight_dtype=weight_dtype)
     params = models.cast_to_compute_dtype(param_shapes(model.config), model.config.dtype)
     if isinstance(config.sampling.tensor_parallel, int):
         if sampler_devices:

@@ -218,7 +218,7 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
     directory = str(Path(path).resolve()) if Path(path).is_dir() else path
     mesh = compose.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        model = models.with_remat(language.model, flags.remat)
+        model = models.variant(language.model, remat=flags.remat)
         learner = Learner(model, params, mesh, flags.max_lora_rank, length)
         saved = Store(flags.state_dir, learner, directory)
         slots = flags.max_num_seqs
