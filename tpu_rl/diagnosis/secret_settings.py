@@ -39,6 +39,3 @@ def refuse_secrets(words: Sequence[str], where: str = "") -> None:
             fix="set an environment variable such as HF_TOKEN or WANDB_API_KEY, and revoke this "
             "secret",
         )
-
-
-# --- models ---

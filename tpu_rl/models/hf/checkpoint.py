@@ -43,6 +43,7 @@ from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
     FileTensor,
     WeightLocation,
+    gathered,
     leaf_at,
     require_fit,
     tensor_at,
@@ -536,11 +537,12 @@ def save(
     }
     files = assign_files(layout, max_shard_bytes or SHARD_BYTES)
 
+    read = functools.partial(_merged_tensor, model.config, params)
+
     def tensors_of(names: list[str]) -> Iterator[np.ndarray]:
-        for name, tensor in zip(
-            names, _gather_tensors(model.config, file_tensors, names, params), strict=True
-        ):
-            yield _cast(name, tensor, layout[name][0])
+        """Yield the named tensors, one at a time; all processes must iterate together."""
+        for name in names:
+            yield _cast(name, gathered(file_tensors[name], read), layout[name][0])
 
     if jax.process_index() != 0:
         # Take part in the first process's collective operations.
@@ -635,34 +637,6 @@ def assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
         f"model-{i:05d}-of-{len(shards):05d}.safetensors": names
         for i, names in enumerate(shards, start=1)
     }
-
-
-def _gather_tensors(
-    config: DecoderConfig, file_tensors: Mapping[str, FileTensor], names: list[str], params: Params
-) -> Iterator[np.ndarray]:
-    """Yield the named tensors in Hugging Face's layout, one at a time, on the host.
-
-    A collective operation: all processes must iterate together.
-    """
-    from jax.experimental import multihost_utils
-
-    def gather(location: WeightLocation) -> np.ndarray:
-        array = _merged_tensor(config, params, location)
-        if not array.is_fully_addressable:
-            array = multihost_utils.process_allgather(array, tiled=True)
-        return location.to_file(np.asarray(array))
-
-    for name in names:
-        shape, locations = file_tensors[name]
-        if len(locations) == 1:
-            yield gather(locations[0])
-            continue
-        first = gather(locations[0])
-        tensor = np.empty(shape, first.dtype)
-        tensor[locations[0].part] = first
-        for location in locations[1:]:
-            tensor[location.part] = gather(location)
-        yield tensor
 
 
 def _merged_tensor(config: DecoderConfig, params: Params, location: WeightLocation) -> Array:

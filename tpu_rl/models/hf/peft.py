@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
     FileTensor,
     WeightLocation,
+    gathered,
     leaf_at,
     require_fit,
     tensor_at,
@@ -372,7 +374,7 @@ def save_adapters(
     """
     require_replaceable(path, CONFIG)
     tensors = {
-        PREFIX + _module_name(model.config, name): _gather_tensor(params, tensor)
+        PREFIX + _module_name(model.config, name): gathered(tensor, partial(tensor_at, params))
         for name, tensor in _adapter_tensors(model).items()
     }
     if jax.process_index() != 0:
@@ -386,20 +388,6 @@ def save_adapters(
             tokenizer.save_pretrained(str(directory))
         if card is not None:
             (directory / "README.md").write_text(card, encoding="utf-8")
-
-
-def _gather_tensor(params: Params, tensor: FileTensor) -> np.ndarray:
-    """Return a tensor in PEFT's layout, on the host: A is [rank, inputs], B [outputs, rank]."""
-    parts = [
-        location.to_file(np.asarray(sharding.to_host(tensor_at(params, location))))
-        for location in tensor.locations
-    ]
-    if parts[0].shape == tensor.shape:
-        return parts[0]
-    whole = np.zeros(tensor.shape, parts[0].dtype)
-    for location, part in zip(tensor.locations, parts, strict=True):
-        whole[location.part] = part
-    return whole
 
 
 def _module_name(config: DecoderConfig, name: str) -> str:

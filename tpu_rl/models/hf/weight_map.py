@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import BOUNDS, NO_BOUND
+from tpu_rl.train import sharding
 from tpu_rl.types import Model, Params
 
 
@@ -204,6 +205,29 @@ def tensor_at(params: Params, location: WeightLocation) -> Any:
     for index in location.index:
         leaf = jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
     return leaf
+
+
+def gathered(tensor: FileTensor, read: Callable[[WeightLocation], Any]) -> np.ndarray:
+    """Return a tensor in the layout of the file, on the host.
+
+    A collective operation: all processes must call it together.
+
+    Args:
+        read: location -> its part in our layout, which may lie on the devices of all processes.
+    """
+
+    def to_host(location: WeightLocation) -> np.ndarray:
+        return location.to_file(sharding.to_host(read(location)))
+
+    first, *others = tensor.locations
+    part = to_host(first)
+    if part.shape == tensor.shape:
+        return part
+    whole = np.zeros(tensor.shape, part.dtype)
+    whole[first.part] = part
+    for location in others:
+        whole[location.part] = to_host(location)
+    return whole
 
 
 def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
