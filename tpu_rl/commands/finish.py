@@ -286,14 +286,9 @@ def evaluation_of(row: dict[str, Any], sets: Iterable[str] = ()) -> dict[str, An
         return value | {"n": int(row[n_name or f"{name}_n"])}
 
     def read(prefix: str) -> dict[str, Any]:
-        accuracy = {}
-        if f"{prefix}accuracy" in row:
-            accuracy = {
-                "accuracy": row[f"{prefix}accuracy"],
-                "low": row[f"{prefix}accuracy_low"],
-                "high": row[f"{prefix}accuracy_high"],
-                "n": int(row[f"{prefix}n"]),
-            }
+        accuracy = estimate(f"{prefix}accuracy", f"{prefix}n")
+        if accuracy:
+            accuracy = {"accuracy": accuracy.pop("value"), **accuracy}
         start = f"{prefix}reward/"
         names = [name for name in row if name.startswith(start) and f"{name}_n" in row]
         parts = {

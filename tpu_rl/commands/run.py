@@ -10,7 +10,6 @@ exit code 75; Ctrl-C does the same with 130.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -45,7 +44,6 @@ from tpu_rl.experience.source import Source, StepExperience, with_widths
 from tpu_rl.models import Select
 from tpu_rl.rollout import samples, weights
 from tpu_rl.runtime import (
-    child_processes,
     cluster,
     compilations,
     preemption,
@@ -125,13 +123,8 @@ def leave_at_once(command: str) -> NoReturn:
 
     It does not wait for a compilation to end.
     """
-    try:
-        text = f"pre-empted before a step was taken: what is saved stands\n  to go on: {command}"
-        process_group.end_all(text, Preempted.code)
-        print(text, file=sys.stderr, flush=True)
-        child_processes.kill_all()
-    finally:
-        os._exit(Preempted.code)
+    text = f"pre-empted before a step was taken: what is saved stands\n  to go on: {command}"
+    process_group.end_now(text, Preempted.code)
 
 
 def end_without_lock(why: str) -> NoReturn:
@@ -139,12 +132,7 @@ def end_without_lock(why: str) -> NoReturn:
 
     Nothing may be written there any more.
     """
-    try:
-        process_group.end_all(f"error: {why}", InputError.code)
-        print(f"error: {why}", file=sys.stderr, flush=True)
-        child_processes.kill_all()
-    finally:
-        os._exit(InputError.code)
+    process_group.end_now(f"error: {why}", InputError.code)
 
 
 def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:

@@ -112,6 +112,16 @@ def end_all(text: str, code: int, after: float = 0.0) -> None:
         watch.end_all(text, code)
 
 
+def end_now(text: str, code: int) -> NoReturn:
+    """End this process at once with a message, and the others of the run, whatever fails."""
+    try:
+        end_all(text, code)
+        print(text, file=sys.stderr, flush=True)
+        child_processes.kill_all()
+    finally:
+        os._exit(code)
+
+
 _watches: list[_Watch] = []
 """The watch over the run of this process, if it is one of several; else empty."""
 
