@@ -36,7 +36,7 @@ MAX_BYTES = 64 * 2**20
 _ROW = re.compile(rb'\{"step": (0|[1-9][0-9]{0,17})[,}]')
 SEAL = "# sha256 of the lines above: "
 CHECKSUM = "sha256"
-"""The key of the hash of the other keys in summary.json."""
+"""The key of the hash of the other keys in summary.json and in records of checkpoints."""
 
 
 def damage(path: Path, why: str, fix: str = "") -> DamagedDataError:
@@ -159,7 +159,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def checksum(values: dict[str, Any]) -> str:
-    """Return the SHA-256 of a summary without its own checksum."""
+    """Return the SHA-256 of values as JSON with sorted keys, without their own checksum."""
     others = {key: value for key, value in values.items() if key != CHECKSUM}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 

@@ -6,14 +6,14 @@ shifted elements. It tells accidents apart, not forgeries.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from tpu_rl import run_files
 
 _SEEDS = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 """One 32-bit sum for each."""
@@ -27,7 +27,7 @@ def of_tree(tree: Any) -> str:
 
     Each array enters with 64 bits of a position-mixed sum.
     """
-    return sha256(describe(flatten(tree)))
+    return run_files.checksum(describe(flatten(tree)))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -37,11 +37,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     if len(flat) != len(leaves):
         raise ValueError("two leaves have the same path: a key contains a dot")
     return flat
-
-
-def sha256(value: Any) -> str:
-    """Return the SHA-256 of a value as JSON with sorted keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def shape_and_dtype(leaf: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
+from tpu_rl import run_files
 from tpu_rl.checkpoint import digests
 from tpu_rl.checkpoint.local import StepFolders
 from tpu_rl.checkpoint.object_store import StepObjects
@@ -128,7 +129,7 @@ class Checkpoints:
             "leaves": digests.describe(arrays),
             "extra": extra,
         }
-        record["sha256"] = digests.sha256(record)
+        record["sha256"] = run_files.checksum(record)
         error = _first_error(lambda: self._write(step, arrays, record, wait))
         if error is None:
             return
@@ -354,7 +355,7 @@ class Checkpoints:
     def _read_record(self, step: int) -> dict[str, Any]:
         record = self._read(step, self._steps.read_record)
         saved_hash = record.pop("sha256", None)
-        if processes.any_of(saved_hash != digests.sha256(record)):
+        if processes.any_of(saved_hash != run_files.checksum(record)):
             raise self._damaged(step, "its record is not the one that was saved")
         self._require_format(step, record.get("format", 1))
         if processes.any_of(record["step"] != step):

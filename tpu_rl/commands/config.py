@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import hashlib
 import io
 import itertools
-import json
 import math
 import re
 import sys
@@ -953,7 +951,7 @@ def _fixed_here(config: ExperimentConfig, new: ExperimentConfig | None = None) -
 def settings_hash(config: ExperimentConfig) -> str:
     """Return a hash of the settings that must stay while a run goes on."""
     settings = fixed_settings(config) | _fixed_here(config)
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return run_files.checksum(settings)
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

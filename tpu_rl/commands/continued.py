@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import optax
 
 from tpu_rl.checkpoint import manager, remote_run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import saved_run
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.errors import InputError
+from tpu_rl.train import optimizers
 from tpu_rl.types import TrainState
 
 FLAG = "--optimizer.continued"
@@ -87,11 +87,7 @@ def with_state(config: ExperimentConfig, state: TrainState) -> TrainState:
 
 def _with_schedules_of(fresh: Any, restored: Any) -> Any:
     """Return the restored state with the counters of the fresh one's schedules."""
-
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    def choose(new: Any, old: Any) -> Any:
-        return new if is_schedule(new) else old
-
-    return jax.tree.map(choose, fresh, restored, is_leaf=is_schedule)
+    is_schedule = optimizers.is_schedule
+    return jax.tree.map(
+        lambda new, old: new if is_schedule(new) else old, fresh, restored, is_leaf=is_schedule
+    )

@@ -196,16 +196,17 @@ def reset_every(
         is_new = state.step % steps == 0
 
         def begun(old: Any, new: Any) -> Any:
-            return old if _is_schedule(old) else jnp.where(is_new, new.astype(old.dtype), old)
+            return old if is_schedule(old) else jnp.where(is_new, new.astype(old.dtype), old)
 
-        inner = jax.tree.map(begun, state.inner, optimizer.init(params), is_leaf=_is_schedule)
+        inner = jax.tree.map(begun, state.inner, optimizer.init(params), is_leaf=is_schedule)
         updates, inner = optimizer.update(updates, inner, params)
         return updates, ResetState(state.step + 1, inner)
 
     return optax.GradientTransformation(init, update)
 
 
-def _is_schedule(node: Any) -> bool:
+def is_schedule(node: Any) -> bool:
+    """Return True for the state of a schedule in that of an optimizer."""
     return isinstance(node, optax.ScaleByScheduleState)
 
 
