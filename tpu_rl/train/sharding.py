@@ -31,54 +31,32 @@ from tpu_rl.errors import InputError
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert", "context")
 
+OVER_TENSOR = (
+    *("vocab", "heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"),
+    *("delta_key_heads", "delta_value_heads"),
+    *("vision_heads", "vision_kv_heads", "vision_mlp", "projector"),
+)
+"""Logical axes that are sharded over "tensor", on every mesh."""
+
+WIDTHS = ("embed", "query_latent", "latent", "layer_inputs", "vision_embed", "merged")
+"""Logical axes of weights that are sharded over the devices that share rows, in training."""
+
+WHOLE = (
+    *("latent_and_rope", "key_and_value", "head_dim", "value_dim", "query_and_gate"),
+    *("delta_key_dim", "delta_value_dim", "taps", "layers", "outputs", "routes", "shared_routes"),
+    *("scalar", "layer_input", "rank", "vision_head_dim", "vision_axes", "vision_position"),
+    *("pixels", "channel", "patch_row", "patch_column", "patch_time", "images", "merged_patches"),
+)
+"""Logical axes that are never sharded."""
+
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp", "expert"),
     "tokens": ("context",),
     "slots": ("data", "fsdp", "expert", "context"),
-    "vocab": ("tensor",),
-    "embed": ("fsdp", "expert", "context"),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
     "experts": ("expert",),
-    "expert_mlp": ("tensor",),
-    "shared_mlp": ("tensor",),
-    "query_latent": ("fsdp", "expert", "context"),
-    "latent": ("fsdp", "expert", "context"),
-    "latent_and_rope": (),
-    "key_and_value": (),
-    "head_dim": (),
-    "value_dim": (),
-    "query_and_gate": (),
-    "delta_key_heads": ("tensor",),
-    "delta_value_heads": ("tensor",),
-    "delta_key_dim": (),
-    "delta_value_dim": (),
-    "taps": (),
-    "layers": (),
-    "outputs": (),
-    "routes": (),
-    "shared_routes": (),
-    "scalar": (),
-    "layer_input": (),
-    "layer_inputs": ("fsdp", "expert", "context"),
-    "rank": (),
-    "vision_embed": ("fsdp", "expert", "context"),
-    "vision_heads": ("tensor",),
-    "vision_kv_heads": ("tensor",),
-    "vision_head_dim": (),
-    "vision_axes": (),
-    "vision_mlp": ("tensor",),
-    "vision_position": (),
-    "pixels": (),
-    "channel": (),
-    "patch_row": (),
-    "patch_column": (),
-    "patch_time": (),
-    "projector": ("tensor",),
-    "merged": ("fsdp", "expert", "context"),
-    "images": (),
-    "merged_patches": (),
+    **dict.fromkeys(OVER_TENSOR, ("tensor",)),
+    **dict.fromkeys(WIDTHS, ("fsdp", "expert", "context")),
+    **dict.fromkeys(WHOLE, ()),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.
 
@@ -88,11 +66,10 @@ Models name the logical axes of their leaves (`Model.axes`). Packed rows have th
 
 SAMPLING_AXES = ("data", "tensor")
 
-SAMPLING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
+SAMPLING_RULES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(RULES, ()),
     **dict.fromkeys(("rows", "slots"), ("data",)),
-    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"), ("tensor",)),
-    **dict.fromkeys(("delta_key_heads", "delta_value_heads"), ("tensor",)),
-    **dict.fromkeys(("vision_heads", "vision_kv_heads", "vision_mlp", "projector"), ("tensor",)),
+    **dict.fromkeys(OVER_TENSOR, ("tensor",)),
     "experts": ("data", "tensor"),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a sampling mesh.
