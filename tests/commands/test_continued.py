@@ -93,7 +93,7 @@ def test_states_of_other_weights_are_refused(run_dir, tmp_path):
     with pytest.raises(InputError, match="that of other weights") as error:
         continued.with_state(parsed(run_dir), state)
     assert "[1, 2] in the checkpoint, not float32[1, 3]" in error.value.why
-    with pytest.raises(InputError, match="had the optimizer adamw"):
+    with pytest.raises(InputError, match="had --optimizer.name adamw"):
         continued.run_of(parsed(run_dir, "--optimizer.name", "sgd"))
     with pytest.raises(InputError, match="weights of their own"):
         continued.run_of(parsed(run_dir, "--model.lora.rank", "8"))

@@ -27,7 +27,7 @@ PART = "opt_state"
 def run_of(config: ExperimentConfig) -> str:
     """Return the address of the run that wrote the model.
 
-    Raises InputError if no run did, it had another optimizer, or the model gets new adapters.
+    Raises InputError if no run did, or it had another optimizer.
     """
     address, _, name = str(config.model.path).rstrip("/").rpartition("/")
     if name != "model" or not remote_run.is_run(address) or config.model.random_init:
@@ -37,27 +37,19 @@ def run_of(config: ExperimentConfig) -> str:
             why="the optimizer's state is in the checkpoints of a run",
             fix="give the folder RUN/model of a run that ended, or leave the flag out",
         )
-    if config.model.lora.rank:
-        raise InputError(
-            "adapters begin with weights of their own",
-            where=f"{FLAG}, --model.lora.rank",
-            why="the run's state belongs to other weights",
-            fix="leave one of the two out",
-        )
     other = configuration.load(remote_run.fetch(address) / remote_run.CONFIG).optimizer
-    if other.name != config.optimizer.name:
-        raise InputError(
-            f"the run had the optimizer {other.name}",
-            where=f"{FLAG}, --optimizer.name {config.optimizer.name}",
-            why="the states of two optimizers are not the same",
-            fix=f"use --optimizer.name {other.name}, or leave the flag out",
+    ours = config.optimizer
+    if (other.name, other.reset_every > 0) != (ours.name, ours.reset_every > 0):
+        of_run, here = (
+            f"--optimizer.name {settings.name} --optimizer.reset-every {settings.reset_every}"
+            for settings in (other, ours)
         )
-    if bool(other.reset_every) != bool(config.optimizer.reset_every):
         raise InputError(
-            f"the run had --optimizer.reset-every {other.reset_every}",
-            where=f"{FLAG}, --optimizer.reset-every {config.optimizer.reset_every}",
-            why="the state of an optimizer that begins anew counts its steps",
-            fix="use it in both runs or in none, or leave the flag out",
+            f"the run had {of_run}",
+            where=f"{FLAG}, {here}",
+            why="the states of two optimizers are not the same, and one that begins anew counts "
+            "its steps in its state",
+            fix="use those of the run, or leave the flag out",
         )
     return address
 

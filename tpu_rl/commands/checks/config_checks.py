@@ -128,6 +128,9 @@ APART: Table = {
 """Of every configuration."""
 
 APART_IN_TRAINING: Table = {
+    "--optimizer.continued": {
+        "--model.lora.rank": "adapters begin with weights of their own, which the state is not of"
+    },
     "--agent": {
         "--environment": "both answer the policy",
         "--evaluation.turns": "an agent has no turns to cut",
