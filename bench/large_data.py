@@ -21,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from tpu_rl import models, tokenizers
+from tpu_rl.commands import compose, roles
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import roles
 from tpu_rl.commands.checks import preflight
-from tpu_rl.experience.rows import tasks
+from tpu_rl.experience.rows import dataset_identity, tasks
 
 MIB = 2**20
 
@@ -82,15 +83,13 @@ def main(argv: list[str]) -> None:
         spec = config.algorithm.experience
         preflight.check_rows(config)
         checked = time.perf_counter()
-        stream = tasks.make_stream(
-            config.data,
+        stream = dataset_identity.make_stream(
+            cast(Any, compose.usable_rows(config, config.stages[0], tokenizer)),
             spec,
-            tokenizer,
             batch_size=config.batch.prompts,
             seed=config.seed,
-            num_held_out=config.evaluation.rows,
-            max_prompt_tokens=config.sampling.max_prompt_tokens,
             run_dir=Path(folder) / "run",
+            data_path=config.data.path,
         )
         tasks.evaluation_rows(config.data, spec, config.evaluation.rows)
         next(stream)

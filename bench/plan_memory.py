@@ -77,7 +77,8 @@ def measure(argv: list[str]) -> dict[str, int]:
 
     from tpu_rl.commands import compose
     from tpu_rl.commands import config as configuration
-    from tpu_rl.experience.layout import longest_texts, pack_experience
+    from tpu_rl.commands.plan.plan_steps import longest_texts
+    from tpu_rl.experience.layout import pack_experience
     from tpu_rl.train import update_step
 
     config = configuration.parse(argv)

@@ -273,6 +273,11 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
             ["MODEL", "--data.templates", "{prompt}", "--kl-to", "OTHER"],
             "does not go with data.templates",
         ),
+        (
+            evaluate,
+            ["MODEL", "--tasks", "arc", "--target-entropy", "1"],
+            "does not go with target_entropy",
+        ),
         (evaluate, ["MODEL", "--temperature", "0"], "--greedy takes"),
         (evaluate, ["MODEL", "--preset", "arithmetic_grop"], "did you mean arithmetic_grpo"),
         (evaluate, ["MODEL", "--reward", "aritmetic"], "arithmetic"),

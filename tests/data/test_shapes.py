@@ -195,6 +195,7 @@ def test_published_shapes(row, columns, expected):
         ({"prompt": "no", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, PAIR, "begin with"),
         ({"system": "a", "messages": [SYSTEM, USER, GOOD]}, MESSAGES, "two different system"),
         ({"system": "a", "system_prompt": "b", "messages": [USER, GOOD]}, MESSAGES, "differ"),
+        ({"question": {}, "label": {"steps": []}}, ("prompt", "completions"), "trl-lib/prm800k"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, MESSAGES, "no content"),
         ({"messages": [USER, GOOD | {"train": "no"}]}, MESSAGES, "`train`"),
         ({"messages": [USER, GOOD | {"mask": True}]}, MESSAGES, "`mask` of message 2 .* `train`"),

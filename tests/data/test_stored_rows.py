@@ -204,3 +204,20 @@ def test_a_row_with_as_many_other_bytes_is_said(tmp_path):
     assert error.value.where == f"{file}:4"
     with pytest.raises(InputError, match="changed since the run read it"):
         list(rows)
+
+
+def test_an_index_error_of_a_function_is_no_end():
+    rows = stored_rows.StoredRows(ROWS).map(lambda row: [row][row["answer"] // 3])
+    with pytest.raises(IndexError):
+        list(rows)
+
+
+def test_a_packed_file_is_unpacked_once(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl.gz"
+    file.write_bytes(gzip.compress(LINES.encode()))
+    opened = []
+    original = gzip.open
+    monkeypatch.setattr(gzip, "open", lambda *args: opened.append(args) or original(*args))
+    assert files.first_row(file) == ROWS[0]
+    assert list(files.read(file, ("prompt",))) == ROWS
+    assert len(opened) == 1

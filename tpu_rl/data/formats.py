@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import gzip
 import io
 import json
-import shutil
+import os
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -18,28 +19,50 @@ from tpu_rl.data.stored_rows import ArrowRows, Given, not_text
 from tpu_rl.errors import InputError, MachineError, did_you_mean, refused
 
 Row = dict[str, Any]
+UNPACKED_AT_ONCE = 2**20
+"""Bytes of a gzip file."""
 
 
 def unpacked(file: Path) -> IO[bytes]:
-    """Return a temporary file with the content of a gzip file.
+    """Return a temporary file with the content of a gzip file, which is unpacked once.
 
-    Raises InputError if it is damaged.
+    Raises InputError if it is damaged, and MachineError if the temporary file cannot be written.
     """
-    with contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(tempfile.TemporaryFile())
-        with (
-            refused(
+    status = file.stat()
+    temporary = _unpacked(file, (status.st_size, status.st_mtime_ns, status.st_ino))
+    temporary.seek(0)
+    return os.fdopen(os.dup(temporary.fileno()), "rb")
+
+
+@functools.lru_cache(maxsize=2)
+def _unpacked(file: Path, stamp: tuple[int, ...]) -> IO[bytes]:
+    with contextlib.ExitStack() as stack, gzip.open(file, "rb") as opened:
+        with _no_room():
+            temporary = stack.enter_context(tempfile.TemporaryFile())
+        while True:
+            with refused(
                 (OSError, EOFError, zlib.error),
                 "the data file is gzip, but damaged",
                 where=str(file),
                 fix="copy or download it again",
-            ),
-            gzip.open(file, "rb") as opened,
-        ):
-            shutil.copyfileobj(opened, temporary)
-        temporary.seek(0)
-        stack.pop_all()
-        return temporary
+            ):
+                block = opened.read(UNPACKED_AT_ONCE)
+            with _no_room():
+                temporary.write(block)
+                if not block:
+                    temporary.seek(0)
+                    stack.pop_all()
+                    return temporary
+
+
+def _no_room() -> contextlib.AbstractContextManager[None]:
+    return refused(
+        OSError,
+        "the data file cannot be unpacked",
+        where=tempfile.gettempdir(),
+        fix="make room there, or let TMPDIR name another folder",
+        kind=MachineError,
+    )
 
 
 def csv_rows(file: Path, content: bytes) -> Given:

@@ -168,14 +168,18 @@ def _row(line: bytes, where: str, is_last: bool) -> Row:
 
 
 def array_rows(file: Path, content: bytes) -> Given:
-    """Return the objects of one JSON array."""
+    """Return the objects of one JSON array. Raises InputError if it is none, or damaged."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_text(error, f"{file}, byte {error.start + 1}") from error
     with refused(
         (ValueError, RecursionError),
-        "not an array in JSON, or it is cut off",
+        "not one array in JSON: it is damaged, cut off, or more text follows",
         where=str(file),
-        fix="correct the file, or download it again",
+        fix="correct the file at this line and column, or download it again",
     ):
-        rows = _strict_decoder.decode(content.decode("utf-8-sig"))
+        rows = _strict_decoder.decode(text)
     return Given(rows, lambda number: f"{file}, item {number}")
 
 

@@ -789,5 +789,13 @@ SHAPES = (
         "`messages`",
         lacks=("messages",),
     ),
+    Shape(
+        "PRM800K's trees of rated steps",
+        {"label": dict},
+        "`label` is a tree of rated steps, as OpenAI publishes PRM800K; use the rows of "
+        "trl-lib/prm800k (prompt, completions, labels), or write such rows",
+        lacks=("prompt",),
+        others=("question",),
+    ),
 )
 """The first shape that fits a row is taken."""

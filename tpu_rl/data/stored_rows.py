@@ -296,6 +296,10 @@ class StoredRows(Sequence[Row], Source):
         self.columns = columns
         """The columns that any row has, as they were read."""
 
+    def __iter__(self) -> Iterator[Row]:
+        # That of `Sequence` takes an IndexError of a function for the end.
+        return map(self.__getitem__, range(len(self)))
+
     def map(self, function: Callable[[Row], Row]) -> StoredRows:
         """Return the rows as the function changes them, each time that they are asked for."""
         functions = (*self._functions, function)

@@ -16,7 +16,7 @@ def write(path: Path, arrays: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{processes.index()}.tmp")
     with unfinished.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez_compressed(file, **arrays)
     unfinished.replace(path)
 
 

@@ -64,7 +64,7 @@ class Line(NamedTuple):
 
     @property
     def calls(self) -> float:
-        """Of what `seconds` bounds, in one step of the run."""
+        """Calls, in one step of the run, of the program that `seconds` bounds."""
         return self.step.times * self.step.loops
 
     @property

@@ -37,7 +37,7 @@ class Mark(NamedTuple):
     """A path of SVG."""
 
     classes: str
-    """Of the style sheet."""
+    """Classes of the style sheet."""
     path: str
     """Its points, in percent. The vertical axis of SVG goes down."""
 

@@ -239,7 +239,7 @@ class Token(NamedTuple):
 
     text: str
     classes: str
-    """Of its colors."""
+    """Classes of its colors."""
     numbers: str
 
 
@@ -282,7 +282,7 @@ class Completion:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What stands beside it, and what its group earned."""
+        """Facts that stand beside it, and the rewards of its group."""
         sample = self._sample
         facts = {"reward": number(self.reward)}
         parts, episode = sample.get("parts"), sample.get("episode")
@@ -315,7 +315,7 @@ class Completion:
 
     @property
     def waits(self) -> list[list[Wait]]:
-        """What its episode waited for, a list for each turn of the policy.
+        """Waits of its episode, a list for each turn of the policy.
 
         A sample has pairs (kind of work, seconds) in their order, or their sums by kind.
         """
@@ -366,7 +366,7 @@ class StepPage(NamedTuple):
 
     @property
     def completions(self) -> list[Completion]:
-        """Those of all groups."""
+        """Completions of all groups."""
         return list(itertools.chain(*self.groups))
 
 

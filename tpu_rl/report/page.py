@@ -166,7 +166,7 @@ def _write(folder: Path, page: str) -> None:
 
 
 class Result(NamedTuple):
-    """What training changed, in large numbers."""
+    """Numbers before and after training."""
 
     before: str
     after: str

@@ -134,8 +134,9 @@ def _is_countdown(prompt: str, said: str, answer: str) -> float:
 
 def _value(text: str) -> Fraction | None:
     """Return the value of an expression of + - * and brackets, or None."""
-    is_read = re.fullmatch(r"[0-9+*() -]+", text.strip()) is not None
-    return calculator.calculate(text, LONGEST) if is_read else None
+    plain = " ".join(text.split())
+    is_read = re.fullmatch(r"[0-9+*() -]+", plain) is not None
+    return calculator.calculate(plain, LONGEST) if is_read and len(text) <= LONGEST else None
 
 
 # --- traced programs ---

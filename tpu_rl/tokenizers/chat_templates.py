@@ -22,6 +22,10 @@ from typing import Any, NamedTuple
 
 from tpu_rl.errors import InputError, MachineError, refused, typed_command
 
+FITTING_ROLES = (
+    "use the roles and the order that the template requires (a system message may be the beginning "
+    "of the user's)"
+)
 CPU_SECONDS = 3
 """Processor time for one conversation, which usually takes a millisecond."""
 MEMORY_BYTES = 2**30
@@ -141,8 +145,8 @@ def render(
             f"the chat template {'is broken' if is_broken else 'refuses a conversation'}",
             where="the chat template" if is_broken else f"the chat template, roles {roles}",
             why=error,
-            fix="use the roles and the order that the template requires (a system message may be "
-            "the beginning of the user's), or another template: --tokenizer.chat-template FILE",
+            fix=("correct it" if is_broken else FITTING_ROLES)
+            + ", or give another: --tokenizer.chat-template FILE",
         )
     return Rendered(text, [(start, end) for start, end in spans])
 

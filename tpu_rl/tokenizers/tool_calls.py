@@ -391,7 +391,9 @@ def _read_pairs(
             return BadCall(f"the parameter {key} {error}")
         position = match.end()
     if rest[position:].strip():
-        form = "<parameter=...>...</parameter>" if pattern is _PARAMETER else "pairs of tags"
+        form = "pairs of <arg_key> and <arg_value>"
+        if pattern is _PARAMETER:
+            form = "<parameter=...>...</parameter>"
         return BadCall(f"its parameters are not all {form}")
     return ToolCall(name, arguments)
 

@@ -69,6 +69,7 @@ OF_PATH = Needs("path", why="it describes the data of --data.path")
 NOT_OF_TASKS = (
     *("preset", "data", "images", "reward", "environment", "stop_strings", "samples"),
     *("temperature", "greedy", "max_new_tokens", "judge", "kl_to", "guide", "kl_coef", "baseline"),
+    "target_entropy",
 )
 OWN_DATA = "a task has its own data, prompts and judgment"
 MAX_ENTROPY_ROWS = 64

@@ -281,7 +281,9 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
     """
     folder = Path(config.run_dir)
     stage = answers.identity(config, str(config.model.path))
-    settings = {"stage": stage, "keep": asdict(keep)}
+    # Filters without columns are those of before there were any.
+    rule = {name: value for name, value in asdict(keep).items() if value or name != "columns"}
+    settings = {"stage": stage, "keep": rule}
     text = json.dumps(settings, sort_keys=True)
     summary = run_files.read_json(folder / recipe_report.SUMMARY)
     known = folder / "settings.json"

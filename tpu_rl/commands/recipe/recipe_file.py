@@ -172,6 +172,8 @@ class _Reader:
         self._latest: dict[str, RecipeStage] = {}
         """Name in the file -> the latest stage of that name."""
         self._taken = {START: "a row of the table", EVALUATIONS: "the folder of answers"}
+        self._folders: dict[str, str] = {}
+        """Folder of a stage -> its use."""
         self._run_dir = run_dir
         self._common = common
         self._seed = {} if seed is None else {"seed": seed}
@@ -181,6 +183,7 @@ class _Reader:
         """Add a stage, or rounds of stages."""
         if "repeat" not in body:
             self._take(name, STAGE)
+            self._take_folder(name, STAGE)
             self._stage(name, name, body, {}, 0)
             return
         _require_keys(body, ("repeat", "stages"), f"{self._where}, stage {name}")
@@ -200,19 +203,23 @@ class _Reader:
             for inner_name, inner_body in inner.items():
                 inner_body = _mapping(inner_body, f"stage {inner_name}", self._where)
                 folder = f"{inner_name}_{number}"
-                self._take(folder, f"the folder of round {number} of stage {inner_name}")
+                self._take_folder(folder, f"the folder of round {number} of stage {inner_name}")
                 self._stage(inner_name, folder, inner_body, inner, ROUND_SEED * (number - 1))
 
-    def _take(self, name: str, use: str) -> None:
-        """Take a name of a stage or of a folder. Raises InputError if it has another use."""
-        if name in self._taken:
+    def _take(self, name: str, use: str, of: dict[str, str] | None = None) -> None:
+        """Take a name of a stage, or `of` folders. Raises InputError if it has another use."""
+        names = self._taken if of is None else of
+        if name in names:
             raise InputError(
                 f"no stage can be called {name}",
                 where=self._where,
-                why=f"the name is that of {self._taken[name]}",
+                why=f"the name is that of {names[name]}",
                 fix="rename it",
             )
-        self._taken[name] = use
+        names[name] = use
+
+    def _take_folder(self, name: str, use: str) -> None:
+        self._take(name, use, self._folders)
 
     def _stage(
         self, name: str, folder: str, body: dict[str, Any], block: Mapping, added_seed: int
