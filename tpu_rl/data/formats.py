@@ -10,6 +10,7 @@ import io
 import json
 import os
 import tempfile
+import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,16 +30,24 @@ def unpacked(file: Path) -> IO[bytes]:
     Raises InputError if it is damaged, and MachineError if the temporary file cannot be written.
     """
     status = file.stat()
-    temporary = _unpacked(file, (status.st_size, status.st_mtime_ns, status.st_ino))
-    temporary.seek(0)
-    return os.fdopen(os.dup(temporary.fileno()), "rb")
+    content = _unpacked(file, (status.st_size, status.st_mtime_ns, status.st_ino))
+    os.lseek(content.descriptor, 0, os.SEEK_SET)
+    return os.fdopen(os.dup(content.descriptor), "rb")
+
+
+class _Descriptor:
+    """A descriptor of a file, which is closed with this object."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
 
 @functools.lru_cache(maxsize=2)
-def _unpacked(file: Path, stamp: tuple[int, ...]) -> IO[bytes]:
+def _unpacked(file: Path, stamp: tuple[int, ...]) -> _Descriptor:
     with contextlib.ExitStack() as stack, gzip.open(file, "rb") as opened:
         with _no_room():
-            temporary = stack.enter_context(tempfile.TemporaryFile())
+            temporary = stack.enter_context(tempfile.TemporaryFile(buffering=0))
         while True:
             with refused(
                 (OSError, EOFError, zlib.error),
@@ -47,12 +56,11 @@ def _unpacked(file: Path, stamp: tuple[int, ...]) -> IO[bytes]:
                 fix="copy or download it again",
             ):
                 block = opened.read(UNPACKED_AT_ONCE)
+            if not block:
+                return _Descriptor(os.dup(temporary.fileno()))
             with _no_room():
-                temporary.write(block)
-                if not block:
-                    temporary.seek(0)
-                    stack.pop_all()
-                    return temporary
+                while block:
+                    block = block[temporary.write(block) :]
 
 
 def _no_room() -> contextlib.AbstractContextManager[None]:
