@@ -109,6 +109,7 @@ setup(
             "models/attention/*.tsv",
             "models/hf/*.yaml",
             "models/vision/*.yaml",
+            "serving/*.html",
         ]
     },
     entry_points={"console_scripts": ["tpu-rl = tpu_rl.commands.cli:main"]},

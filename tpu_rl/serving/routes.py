@@ -98,7 +98,7 @@ class _Routes:
         self._other_names: set[str] = set()
 
     def page(self, request: Request, body: Any) -> Response:
-        return HTMLResponse(chat_page.PAGE)
+        return HTMLResponse(chat_page.PAGE, headers={"content-security-policy": chat_page.POLICY})
 
     def models(self, request: Request, body: Any) -> dict[str, Any]:
         model = {"id": self._app.model, "object": "model", "created": self._created}
