@@ -20,16 +20,16 @@ from tpu_rl.commands import compose, config
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import pack_experience
-from tpu_rl.experience.sources import partial_rollouts
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.rollout import records, requests, sampled_json, scoring
-from tpu_rl.rollout.conversations import engine
+from tpu_rl.rollout import records, requests, scoring
+from tpu_rl.rollout.conversations import engine, episode_log
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import ConversationSampler, SamplerConfig
 from tpu_rl.tokenizers import characters
 from tpu_rl.train import packing, sharding
-from tpu_rl.types import Purpose
+from tpu_rl.types import Purpose, Rollout
 
 GAMES = """
 import time
@@ -211,7 +211,11 @@ def last_role(completions, completion_ids, **columns):
 
 def stored(sampled: scoring.Sampled) -> scoring.Sampled:
     """Return completions as a checkpoint brings them back."""
-    return sampled_json.from_json(json.loads(json.dumps(sampled_json.to_json(sampled))))
+    values = json.loads(json.dumps([typed_json.to_json(sampled)]))
+    [restored] = typed_json.of_checkpoint(
+        values, scoring.Sampled, Rollout, scoring.EpisodeOutcomes, scoring.EpisodeRows
+    )
+    return restored
 
 
 def test_reward_functions_see_messages_and_the_environments(games):
@@ -282,9 +286,11 @@ def test_episodes_go_on_in_another_request(games):
     with jax.set_mesh(context.mesh):
         whole = engine.generate(params, RolloutRequest(ROWS, step=1))
         first = engine.generate(params, RolloutRequest(ROWS, 1, first_groups=2, policy_step=5))
-        held = json.loads(json.dumps(partial_rollouts.groups_to_json(first.unfinished)))
+        unfinished = [replace(g, logs=[log.copy() for log in g.logs]) for g in first.unfinished]
+        held = json.loads(json.dumps(typed_json.to_json(unfinished)))
+        restored = typed_json.of_checkpoint(held, scoring.PartialGroup, *episode_log.CLASSES)
         later = []
-        for groups in (first.unfinished, partial_rollouts.groups_from_json(held)):
+        for groups in (first.unfinished, restored):
             logs = [log for group in groups for log in group.logs]
             rows = [group.row for group in groups]
             request = RolloutRequest(rows, 2, policy_step=6, logs=logs, first_groups=2)

@@ -11,6 +11,7 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.rollout.conversations import episode_log
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedTurn
 from tpu_rl.rollout.conversations.episodes import EpisodeResult, Episodes
+from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import Turn
 from tpu_rl.tokenizers import characters
 
@@ -101,7 +102,8 @@ def go_on(
 
 def stored(log: EpisodeLog) -> EpisodeLog:
     """Return a log as a checkpoint brings it back."""
-    return episode_log.from_json(json.loads(json.dumps(log.to_json())))
+    values = json.loads(json.dumps(typed_json.to_json(log.copy())))
+    return typed_json.from_json(values, *episode_log.CLASSES)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -139,7 +141,7 @@ def test_an_environment_lives_until_nobody_goes_on():
 def test_a_log_is_stored_exactly():
     log, _, _ = go_on(pool_of(Till), None, [add(1), "end"])
     restored = stored(log)
-    assert restored.to_json() == log.to_json()
+    assert typed_json.to_json(restored) == typed_json.to_json(log.copy())
     assert [answer.reply.result() for answer in restored.answers] == [
         answer.reply.result() for answer in log.answers
     ]

@@ -23,13 +23,12 @@ from tests.fixtures.sampling import (
 )
 from tpu_rl import models
 from tpu_rl.errors import InputError
+from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import (
     PartialCompletion,
     SamplerConfig,
     SegmentConfig,
     Speculation,
-    completions_from_json,
-    completions_to_json,
     partial_completions,
     sample,
 )
@@ -55,8 +54,8 @@ def in_parts(take, counts: list[int], step: int = 0):
             ended = seen[-1]
             assert count <= ended.sum() < len(ended)
             completions = partial_completions(rollout, ended)
-            text = json.dumps(completions_to_json(completions))
-            before = completions_from_json(json.loads(text))
+            text = json.dumps(typed_json.to_json(completions))
+            before = typed_json.from_json(json.loads(text), PartialCompletion)
     return rollout
 
 

@@ -8,7 +8,6 @@ weights            the copy of the weights that the sampler reads
 streaming_rewards  rewards computed while other rows are still being decoded
 group_selection    ends a rollout once enough groups are complete (partial rollouts)
 scoring            rewards of sampled completions, across processes
-sampled_json       sampled completions in checkpoints
 dynamic_sampling   replaces groups that teach nothing (DAPO)
 records            metrics, samples and warnings of scored completions
 samples            what samples.jsonl keeps of them, and of their tokens

@@ -152,15 +152,9 @@ def _unfinished(rows: list[Row], rollout: Rollout, selection: FirstGroups) -> li
     groups = [group for group in range(len(rows)) if group not in taken]
     ended = selection.ended.reshape(-1, group_size)[groups].reshape(-1)
     completions = sampler.partial_completions(take_groups(rollout, groups, group_size), ended)
-    return in_groups([rows[group] for group in groups], completions)
-
-
-def in_groups(rows: list[Row], completions: Sequence[PartialCompletion]) -> list[PartialGroup]:
-    """Return each row with its completions, which are equally many and stand together."""
-    size = len(completions) // max(len(rows), 1)
     return [
-        PartialGroup(row, list(completions[index * size : (index + 1) * size]))
-        for index, row in enumerate(rows)
+        PartialGroup(rows[group], completions[index * group_size : (index + 1) * group_size])
+        for index, group in enumerate(groups)
     ]
 
 

@@ -9,7 +9,6 @@ Conversations get images while they go on. There an image has token ids of its o
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from tpu_rl import models
 from tpu_rl.data.encoding import bucket, stacked_pieces
 from tpu_rl.errors import InputError
 from tpu_rl.models import Select
-from tpu_rl.runtime import processes
+from tpu_rl.runtime import processes, typed_json
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import sharding
@@ -237,19 +236,10 @@ class ImageTable:
         """
         with self._lock:
             new, self._new = self._new, []
-        if processes.count() == 1:
-            return
-        new_images = [
-            [image.start, image.pieces.shape, base64.b64encode(image.pieces.tobytes()).decode()]
-            for image in new
-        ]
-        for process, of_process in enumerate(processes.gather(new_images)):
-            if process == processes.index():
-                continue
-            for start, shape, content in of_process:
-                pieces = np.frombuffer(base64.b64decode(content), np.float32).reshape(shape)
+        for process, of_process in enumerate(typed_json.gather(new, _Image)):
+            if process != processes.index():
                 with self._lock:
-                    self._images[b"%d" % start] = _Image(start, shape[0] * self._per_piece, pieces)
+                    self._images |= {b"%d" % image.start: image for image in of_process}
 
     def read(self, params: Params, tokens: np.ndarray) -> tuple[Params, np.ndarray]:
         """Return the params with the features that tokens [R, C] refer to, and the tokens with ids

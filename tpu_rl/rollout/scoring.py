@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
 from tpu_rl.rollout.prompts import as_text
-from tpu_rl.runtime import processes
+from tpu_rl.runtime import processes, typed_json
 from tpu_rl.runtime.segments import count_tokens
 from tpu_rl.sampler import PartialCompletion
 from tpu_rl.tokenizers import Tokenizer
@@ -371,49 +371,35 @@ def score_across_processes(
 
     `known` holds the values that were already computed, of this process's completions.
     """
-    if processes.count() == 1:
-        return rewards.score(
-            reward_functions,
-            prompts,
-            completions,
-            columns,
-            max_fault_share,
-            known,
-            terms,
-            rollout_columns,
-        )
     local = local_rows(len(completions), group_size)
-    local_columns = {name: values[local] for name, values in columns.items()}
     # A process checks no share of faults on its own: the check below is about all completions.
     local_scores = rewards.score(
         reward_functions,
         prompts[local],
         completions[local],
-        local_columns,
+        {name: values[local] for name, values in columns.items()},
         1.0,
         known,
         terms,
         {name: values[local] for name, values in (rollout_columns or {}).items()},
     )
-    faults = [asdict(fault) | {"row": fault.row + local.start} for fault in local_scores.faults]
-    segments = [(row + local.start, parts) for row, parts in local_scores.segments.items()]
-    parts = {name: values.tolist() for name, values in local_scores.parts.items()}
-    gathered = processes.gather(
-        {
-            "totals": local_scores.totals.tolist(),
-            "parts": parts,
-            "faults": faults,
-            "segments": segments,
-        }
-    )
+    gathered = typed_json.gather((local.start, local_scores), rewards.Scores, rewards.RewardFault)
     scores = rewards.Scores(
-        np.array([total for values in gathered for total in values["totals"]], np.float32),
+        np.concatenate([of_process.totals for _, of_process in gathered]),
         {
-            name: np.array([x for values in gathered for x in values["parts"][name]], np.float32)
-            for name in parts
+            name: np.concatenate([of_process.parts[name] for _, of_process in gathered])
+            for name in local_scores.parts
         },
-        [rewards.RewardFault(**fault) for values in gathered for fault in values["faults"]],
-        {row: of_row for values in gathered for row, of_row in values["segments"]},
+        [
+            replace(fault, row=fault.row + start)
+            for start, of_process in gathered
+            for fault in of_process.faults
+        ],
+        {
+            row + start: parts
+            for start, of_process in gathered
+            for row, parts in of_process.segments.items()
+        },
     )
     rewards.require_few_faults(scores, completions, max_fault_share)
     return scores

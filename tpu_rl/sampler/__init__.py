@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     )
     from tpu_rl.sampler.partial import (
         PartialCompletion,
-        completions_from_json,
-        completions_to_json,
         partial_completions,
     )
     from tpu_rl.sampler.text_scores import Score, Scores, text_scorer

@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Agent
 from tpu_rl.rollout.scoring import EpisodeOutcomes, PartialGroup, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
-from tpu_rl.runtime import processes
+from tpu_rl.runtime import processes, typed_json
 from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
@@ -122,7 +122,7 @@ def make_agent_engine(agent: Agent, decoding: Decoding, scorer: Scorer) -> Engin
 
 
 class Outcome(NamedTuple):
-    """What became of an episode. JSON can write it."""
+    """What became of an episode."""
 
     branches: list[Branch]
     reward: float | None
@@ -629,39 +629,10 @@ def _no_calls(tokenizer: Tokenizer) -> Branch:
 
 def _share(items: list[Item]) -> list[list[Item]]:
     """Return the items of all processes, by index."""
-    if processes.count() == 1:
-        return [items]
-
-    def plain(item: Item) -> Any:
-        if isinstance(item, int):
-            return item
-        request = [*item.request[:2], item.request.key.tolist(), item.request.max_new_tokens]
-        return [list(item.distribution), request, item.is_watched]
-
-    def restored(value: Any) -> Item:
-        if isinstance(value, int):
-            return value
-        distribution, (conversation, token_ids, key, max_new_tokens), is_watched = value
-        key = np.array(key, np.uint32)
-        request = TurnRequest(conversation, token_ids, key, max_new_tokens)
-        return PendingTurn(Distribution(*distribution), request, is_watched)
-
-    return [
-        [restored(value) for value in values]
-        for values in processes.gather([plain(item) for item in items])
-    ]
+    return typed_json.gather(items, PendingTurn, TurnRequest, Distribution)
 
 
 def _shared(outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
     """Return the outcomes of all processes' episodes."""
-    if processes.count() == 1:
-        return outcomes
-    plain = [
-        [episode, [asdict(branch) for branch in outcome.branches], list(outcome[1:])]
-        for episode, outcome in outcomes.items()
-    ]
-    return {
-        episode: Outcome([Branch(**branch) for branch in branches], *rest)
-        for values in processes.gather(plain)
-        for episode, branches, rest in values
-    }
+    gathered = typed_json.gather(outcomes, Outcome, Branch)
+    return {number: one for of_process in gathered for number, one in of_process.items()}

@@ -25,13 +25,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpu_rl import data, sampler, wings
+from tpu_rl import data, wings
 from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.experience.transforms import Transform, apply
-from tpu_rl.rollout.engine import Engine, RolloutRequest, in_groups
+from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import PartialGroup
+from tpu_rl.runtime import typed_json
+from tpu_rl.sampler import PartialCompletion
 from tpu_rl.types import TrainState
 
 STALE = "rollout/stale"
@@ -83,14 +85,17 @@ def partial_source(
         rows = waiting
         return lambda: {
             "stream": stream_state,
-            "unfinished": groups_to_json(groups),
+            "unfinished": typed_json.to_json(groups),
             "waiting": rows,
         }
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal unfinished, waiting
         stream.set_state(state["stream"])
-        unfinished = groups_from_json(state["unfinished"])
+        logs = wings.MODULES["episode_log"].CLASSES
+        unfinished = typed_json.of_checkpoint(
+            state["unfinished"], PartialGroup, PartialCompletion, *logs
+        )
         waiting = state["waiting"]
 
     def close() -> None:
@@ -110,24 +115,3 @@ def interleave(old: list[PartialGroup], new: list[PartialGroup]) -> list[Partial
     old_at = {index * count // len(old): group for index, group in enumerate(old)}
     remaining = iter(new)
     return [old_at[index] if index in old_at else next(remaining) for index in range(count)]
-
-
-def groups_to_json(groups: list[PartialGroup]) -> dict[str, Any]:
-    """Return groups as a JSON value for a checkpoint."""
-    return {
-        "rows": [group.row for group in groups],
-        "completions": sampler.completions_to_json(
-            [completion for group in groups for completion in group.completions]
-        ),
-        "logs": [[log.to_json() for log in group.logs] for group in groups],
-    }
-
-
-def groups_from_json(values: dict[str, Any]) -> list[PartialGroup]:
-    """Return the groups that `groups_to_json` was given."""
-    groups = in_groups(values["rows"], sampler.completions_from_json(values["completions"]))
-    logs = values.get("logs") or [[] for _ in groups]
-    return [
-        replace(group, logs=[wings.MODULES["episode_log"].from_json(log) for log in of_group])
-        for group, of_group in zip(groups, logs, strict=True)
-    ]

@@ -41,11 +41,13 @@ from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.experience.sources.partial_rollouts import STALE
 from tpu_rl.experience.transforms import Transform, apply
-from tpu_rl.rollout import records, sampled_json
+from tpu_rl.rollout import records
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.sampler_thread import SamplerThreads
-from tpu_rl.rollout.scoring import Sampled, Scored
-from tpu_rl.types import TrainState
+from tpu_rl.rollout.scoring import EpisodeOutcomes, EpisodeRows, Sampled, Scored
+from tpu_rl.runtime import typed_json
+from tpu_rl.runtime.typed_json import finished
+from tpu_rl.types import Rollout, TrainState
 
 AGE_MEAN = "rollout/staleness"
 """Metric: the mean over a batch's tokens of the updates between the policy that sampled a token and
@@ -65,13 +67,7 @@ class _Waiting:
     @functools.cached_property
     def as_json(self) -> dict[str, Any]:
         """The batch as a checkpoint holds it. It may be in several."""
-        return sampled_json.to_json(self.future.result())
-
-
-def _complete(sampled: Sampled) -> _Waiting:
-    future: Future[Sampled] = Future()
-    future.set_result(sampled)
-    return _Waiting(future)
+        return typed_json.to_json(self.future.result())
 
 
 def stale_source(
@@ -93,14 +89,16 @@ def stale_source(
         """Take the batch that a step will learn from into the store."""
         request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
         if threads is None:
-            store.append(_complete(engine.generate(state.params, request)))
+            store.append(_Waiting(finished(engine.generate(state.params, request))))
         else:
             store.append(_Waiting(threads.start(state.params, request)))
 
     def draw(step: int, state: TrainState) -> StepExperience:
         nonlocal is_restored, store
         if is_restored:
-            store = deque(_complete(engine.resume(waiting.future.result())) for waiting in store)
+            store = deque(
+                _Waiting(finished(engine.resume(waiting.future.result()))) for waiting in store
+            )
             is_restored = False
         began = time.perf_counter()
         while len(store) <= batch.staleness:
@@ -125,7 +123,10 @@ def stale_source(
         nonlocal store, is_restored
         stream.set_state(state["stream"])
         close()
-        store = deque(_complete(sampled_json.from_json(values)) for values in state["store"])
+        restored = typed_json.of_checkpoint(
+            state["store"], Sampled, Rollout, EpisodeOutcomes, EpisodeRows
+        )
+        store = deque(_Waiting(finished(sampled)) for sampled in restored)
         is_restored = True
 
     def close() -> None:

@@ -17,7 +17,6 @@ turns. The next turn then begins a row of its own, which reads the rewritten his
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,13 +30,13 @@ from tpu_rl import sampler
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedTurn
-from tpu_rl.rollout.conversations.episodes import EpisodeResult, Episodes, History, without_images
+from tpu_rl.rollout.conversations.episodes import EpisodeResult, Episodes, History
 from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, PartialGroup, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
-from tpu_rl.runtime import processes
+from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest, slots
 from tpu_rl.types import Params, Purpose, Rollout
 
@@ -89,9 +88,6 @@ class _Conversation:
     def add_turn(self, turn: sampler.Turn) -> None:
         self.branches[-1].add([], turn)
         self.turn_ends.append((len(self.branches) - 1, len(self.tokens)))
-
-    def add_observation(self, token_ids: list[int]) -> None:
-        self.branches[-1].observe(token_ids)
 
     def rewrite(self, token_ids: list[int]) -> None:
         """Begin a row with a rewritten history."""
@@ -284,26 +280,25 @@ def _converse(
         if images is not None:
             images.share()
         signals.between_segments()
-        for row, token_ids in sorted(answers.items()):
+        for row, answer in sorted(answers.items()):
             conversation = conversations[row]
-            if token_ids is None:
+            if answer is None:
                 live.close(row)
                 rounds.end(row)
                 over.add(row)
                 continue
-            read = len(token_ids)
-            if not isinstance(token_ids, History):
-                read += len(conversation.tokens)
-            if read >= len(conversation.prompt) + config.max_new_tokens:
+            is_rewritten = isinstance(answer, History)
+            token_ids = answer.token_ids if is_rewritten else [*conversation.tokens, *answer]
+            if len(token_ids) >= len(conversation.prompt) + config.max_new_tokens:
                 # No room for another turn: the episode ends here, and is still judged.
                 conversation.branches[-1].truncated = True
                 if local.start <= row < local.stop:
                     episodes.end(row)
                 continue
-            if isinstance(token_ids, History):
+            if is_rewritten:
                 conversation.rewrite(token_ids)
             else:
-                conversation.add_observation(token_ids)
+                conversation.branches[-1].observe(answer)
             ready.append(row)
         for row in range(local.start, local.stop):
             if episodes.has_ended(row):
@@ -364,30 +359,8 @@ def _next_turn(row: int, conversation: _Conversation, config: SamplerConfig) -> 
 
 def _shared(values: Mapping[int, Any]) -> dict[int, Any]:
     """Return the values of all processes' rows."""
-    if processes.count() == 1:
-        return dict(values)
-    # JSON's keys are texts, and named tuples become lists.
-    gathered = processes.gather([[row, _plain(value)] for row, value in values.items()])
-    return {row: _restored(value) for pairs in gathered for row, value in pairs}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, EpisodeResult):
-        images = [base64.b64encode(image).decode() for image in value.images]
-        prompt = value.prompt
-        if not isinstance(prompt, str):
-            prompt = [without_images(message) for message in prompt]
-        return {"result": value._asdict() | {"prompt": prompt, "images": images}}
-    return {"history": value} if isinstance(value, History) else value
-
-
-def _restored(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "result" not in value:
-        return History(value["history"])
-    result = EpisodeResult(**value["result"])
-    return result._replace(images=[base64.b64decode(image) for image in result.images])
+    gathered = typed_json.gather(dict(values), EpisodeResult, History)
+    return {row: value for of_process in gathered for row, value in of_process.items()}
 
 
 def _turn_rewards(

@@ -10,7 +10,6 @@ gives a new one the state that came with the last answer (`Reply.saved`).
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -71,8 +70,14 @@ class EpisodeLog:
         return sum(len(logged.turn.tokens) for logged in self.turns)
 
     def copy(self) -> EpisodeLog:
-        """Return the log as it is now."""
-        return replace(self, turns=[*self.turns], answers=[*self.answers], waits=[*self.waits])
+        """Return the log as it is now, for another process."""
+        return replace(
+            self,
+            turns=[*self.turns],
+            answers=[*self.answers],
+            waits=[*self.waits],
+            pool_id=None,
+        )
 
     def lost_state(self) -> Any:
         """Return the state that a new environment needs; None if it needs none.
@@ -83,76 +88,6 @@ class EpisodeLog:
             return None
         return self.answers[-1].reply.result().saved
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the log as JSON values. Waits for the answers that are on their way."""
-        return {
-            "seed": self.seed,
-            "key": self.key.tolist(),
-            "turns": [
-                {
-                    "tokens": logged.turn.tokens,
-                    "log_probs": logged.turn.log_probs.tolist(),
-                    "behaviour_log_probs": logged.turn.behaviour_log_probs.tolist(),
-                    "stopped": logged.turn.stopped,
-                    "policy_step": logged.policy_step,
-                }
-                for logged in self.turns
-            ],
-            "requests": self.requests,
-            "answers": [
-                [answer.to, _reply_to_json(answer.reply.result())] for answer in self.answers
-            ],
-            "waits": self.waits,
-        }
 
-
-def from_json(values: dict[str, Any]) -> EpisodeLog:
-    """Return the log whose `to_json` returned these values."""
-    return EpisodeLog(
-        seed=values["seed"],
-        key=np.array(values["key"], np.uint32),
-        turns=[
-            LoggedTurn(
-                Turn(
-                    0,
-                    turn["tokens"],
-                    np.array(turn["log_probs"], np.float32),
-                    np.array(turn["behaviour_log_probs"], np.float32),
-                    turn["stopped"],
-                ),
-                turn["policy_step"],
-            )
-            for turn in values["turns"]
-        ],
-        requests=[LoggedRequest(*request) for request in values.get("requests", [])],
-        answers=[
-            LoggedAnswer(to, answered(_reply_from_json(reply))) for to, reply in values["answers"]
-        ],
-        waits=[(kind, seconds) for kind, seconds in values.get("waits", ())],
-    )
-
-
-def answered(reply: Reply) -> Future[Reply]:
-    """Return a future with this answer."""
-    future: Future[Reply] = Future()
-    future.set_result(reply)
-    return future
-
-
-def _reply_to_json(reply: Reply) -> dict[str, Any]:
-    results = [result._replace(images=_as_texts(result.images)) for result in reply.results]
-    return reply._asdict() | {"results": results, "images": _as_texts(reply.images)}
-
-
-def _reply_from_json(values: dict[str, Any]) -> Reply:
-    results = [ToolResult(*result) for result in values["results"]]
-    restored = tuple(result._replace(images=_as_bytes(result.images)) for result in results)
-    return Reply(**values | {"results": restored, "images": _as_bytes(values["images"])})
-
-
-def _as_texts(images: tuple[bytes, ...]) -> Any:
-    return [base64.b64encode(image).decode() for image in images]
-
-
-def _as_bytes(images: Any) -> tuple[bytes, ...]:
-    return tuple(base64.b64decode(image) for image in images)
+CLASSES = (EpisodeLog, LoggedTurn, Turn, LoggedRequest, LoggedAnswer, Reply, ToolResult)
+"""Those of logs in checkpoints."""

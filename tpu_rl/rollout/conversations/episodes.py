@@ -31,8 +31,9 @@ from tpu_rl.environments.contract import CUT
 from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts
-from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedAnswer, answered
+from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedAnswer
 from tpu_rl.rollout.image_prompts import ImageTable
+from tpu_rl.runtime.typed_json import finished
 from tpu_rl.tokenizers import Tokenizer, tool_calls
 from tpu_rl.tokenizers.images import MARK, sources_of
 from tpu_rl.tokenizers.tool_calls import BadCall, ToolCall
@@ -54,8 +55,10 @@ QUESTION: list[Message] = [
 ]
 
 
-class History(list[int]):
+class History(NamedTuple):
     """Token ids that stand in place of everything before, because the template rewrote it."""
+
+    token_ids: list[int]
 
 
 class EpisodeResult(NamedTuple):
@@ -288,7 +291,7 @@ class Episodes:
             text = self._tokenizer.decode(token_ids)
             episode.messages.append({"role": "assistant", "content": text})
             episode.turn_rewards.append(None)
-            self._wait_for(episode, "reward", answered(Reply(fault=episode.fault)))
+            self._wait_for(episode, "reward", finished(Reply(fault=episode.fault)))
             return
         episode.ended = bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
         episode.turn_rewards.append(None)
@@ -301,7 +304,7 @@ class Episodes:
         """End an episode that has no room for another turn. `poll` reports when it is over."""
         self._begin_reward(self._episodes[row])
 
-    def poll(self, wait: bool = False) -> dict[int, list[int] | None]:
+    def poll(self, wait: bool = False) -> dict[int, list[int] | History | None]:
         """Return local row -> token ids to append, a rewritten `History`, or None at the end.
 
         Only rows with news since the last call are in it. It is empty if there are none; with
@@ -361,7 +364,7 @@ class Episodes:
         if good:
             self._ask(episode, "call", partial(self._pool.call, episode.pool_id, good))
         else:
-            self._wait_for(episode, "call", answered(Reply()))
+            self._wait_for(episode, "call", finished(Reply()))
 
     def _begin_step(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Give a game the text of a turn."""
@@ -386,12 +389,12 @@ class Episodes:
         """Return the answer of the log; if it has none, that of the environment."""
         answers = episode.log.answers
         if episode.num_asked == len(answers):
-            lost = episode.lost and answered(Reply(fault=f"it is not restored: {episode.lost}"))
+            lost = episode.lost and finished(Reply(fault=f"it is not restored: {episode.lost}"))
             answers.append(LoggedAnswer(ask, lost or question()))
         answer = answers[episode.num_asked]
         episode.num_asked += 1
         if answer.to != ask:
-            return answered(Reply(fault=f"its log has an answer to {answer.to}, and not to {ask}"))
+            return finished(Reply(fault=f"its log has an answer to {answer.to}, and not to {ask}"))
         return answer.reply
 
     def _ask(self, episode: _Episode, ask: str, question: Callable[[], Future[Reply]]) -> None:
@@ -403,7 +406,7 @@ class Episodes:
 
     # --- what is answered ---
 
-    def _news(self) -> dict[int, list[int] | None]:
+    def _news(self) -> dict[int, list[int] | History | None]:
         """Return row -> ids to append, None at its end, of episodes whose answers have arrived."""
         news = {}
         for row, episode in self._episodes.items():
@@ -414,7 +417,7 @@ class Episodes:
                     news[row] = token_ids
         return news
 
-    def _follow(self, episode: _Episode) -> list[int] | None:
+    def _follow(self, episode: _Episode) -> list[int] | History | None:
         """Return the ids that an answer appends; None if it is none, or ends the episode."""
         asked = episode.waits_for
         reply = _reply(episode)
@@ -460,7 +463,7 @@ class Episodes:
 
     def _encode_observation(
         self, episode: _Episode, earlier: list[Message], messages: list[Message]
-    ) -> tuple[list[int] | None, list[Message]]:
+    ) -> tuple[list[int] | History | None, list[Message]]:
         """Return the ids of an observation, and its messages, which may have been cut.
 
         The ids are None if the observation ends the episode by a fault.
