@@ -2,6 +2,7 @@
 
 import json
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.rollout.conversations import episode_log
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedTurn
 from tpu_rl.rollout.conversations.episodes import EpisodeResult, Episodes
+from tpu_rl.rollout.requests import Environment
 from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import Turn
 from tpu_rl.tokenizers import characters
@@ -23,7 +25,6 @@ TEMPLATE = (
 CHAT = characters(string.printable, TEMPLATE)
 ASKED: list[str] = []
 ROWS = [{"prompt": [{"role": "user", "content": "?"}]}]
-LIMITS = {"max_turns": 9, "max_observation_tokens": 60, "max_prompt_tokens": 200}
 
 
 class Till(PlainState):
@@ -77,7 +78,15 @@ def go_on(
     """
     ASKED.clear()
     read = []
-    with Episodes(ROWS, 1, pool, CHAT, step=3, logs=[log], saves=True, **LIMITS) as episodes:
+    with Episodes(
+        rows=ROWS,
+        environment=Environment(pool, max_turns=9, max_observation_tokens=60),
+        tokenizer=CHAT,
+        max_prompt_tokens=200,
+        step=3,
+        old_logs=[log],
+        saves=True,
+    ) as episodes:
         prompts = episodes.begin()
         read.append(CHAT.decode(prompts[0]))
         log = episodes.logs[0]
@@ -121,7 +130,7 @@ def test_an_episode_goes_on_and_nothing_is_asked_twice(is_killed):
     log, read, result = go_on(pool, log, ["end"])
     assert ASKED == ["reward"]
     assert read == whole_read
-    assert result._replace(waits=[]) == whole._replace(waits=[])
+    assert replace(result, waits=[]) == replace(whole, waits=[])
     # It may wait for others of its group, and then is asked for nothing.
     _, read, result = go_on(pool, stored(log), [])
     assert ASKED == []

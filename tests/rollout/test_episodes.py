@@ -9,6 +9,8 @@ import pytest
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.rollout.conversations.episodes import Episodes, require_fit
+from tpu_rl.rollout.requests import Environment
+from tpu_rl.runtime import typed_json
 from tpu_rl.tokenizers import Tokenizer, characters
 
 TEMPLATE = (
@@ -68,9 +70,12 @@ def written(tokenizer: Tokenizer, text: str, ended: bool = True) -> list[int]:
 
 
 def episodes_of(environment, rows, tokenizer=CHAT, **settings) -> Episodes:
-    settings = {"max_turns": 5, "max_observation_tokens": 60, "max_prompt_tokens": 200} | settings
     pool = EnvironmentPool(environment, EnvironmentLimits(isolate=False))
-    return Episodes(rows, settings.pop("group_size", 1), pool, tokenizer, step=3, **settings)
+    names = ("max_turns", "max_observation_tokens", "refuses_long")
+    limits = {name: settings.pop(name) for name in names if name in settings}
+    limits = Environment(pool, **{"max_turns": 5, "max_observation_tokens": 60} | limits)
+    of_run = {"tokenizer": tokenizer, "max_prompt_tokens": 200, "step": 3} | settings
+    return Episodes(rows=rows, environment=limits, **of_run)
 
 
 def play(episodes: Episodes, turns: dict[int, list[str]], tokenizer=CHAT, cut: int = -1) -> dict:
@@ -335,7 +340,7 @@ def test_no_answer_of_a_tool_ends_an_episode():
         answers = play(episodes, {0: [*turns, unknown, "end"]})
         (result,) = episodes.results().values()
     assert (result.fault, len(answers[0])) == ("", len(words) + 1)
-    json.dumps(result._asdict(), ensure_ascii=False).encode("utf-8")
+    json.dumps(typed_json.to_json(result), ensure_ascii=False).encode("utf-8")
 
 
 def test_a_template_whose_calls_cannot_be_read_is_refused_before_the_run():

@@ -30,7 +30,7 @@ class Characters:
         return "".join("." if i == END else chr(i) for i in ids)
 
 
-def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, **settings):
+def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, group=1, **settings):
     """Return (the rollout, contexts, limits, top-k) of a policy that goes on with `texts`, each of
     which ends at its limit, behind its first full stop, or where its call says."""
     calls = []
@@ -62,7 +62,9 @@ def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, **settings):
             birth_key=np.ones((len(contexts), 2), np.uint32),
         )
 
-    config = SamplerConfig(max_new_tokens, stop_ids=(END,), prompt_length=4)
+    config = SamplerConfig(
+        max_new_tokens, stop_ids=(END,), prompt_length=4, samples_per_prompt=group
+    )
     thinking = Thinking(close="|", wait="~", **settings)
     plain = Decoding(None, config, 4, thinking=thinking)  # pyright: ignore
     decoding = controlled(plain, Characters())  # pyright: ignore
@@ -71,7 +73,7 @@ def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, **settings):
     patch.setattr(ThinkingDecoding, "_sample_once", sample_once)
     try:
         ids = [Characters().encode(prompt) for prompt in prompts]
-        rollout = decoding.sample({}, ids, 0, np.arange(len(ids)), stop_at=stop_at)
+        rollout = decoding.sample({}, ids, 0, np.arange(len(ids) * group), stop_at=stop_at)
     finally:
         patch.undo()
     return rollout, calls
@@ -116,9 +118,13 @@ def test_a_row_that_begins_with_a_forced_token_says_where_its_prompt_ends():
     rollout, _ = sample(["|", "so it is|", "1."], min_tokens=3)
     assert texts_of(rollout)[1] == ["so it is|1."]
     assert rollout.tokens[0, 2:4].tolist() == Characters().encode("~s")
+    # The second one's first action is later, and the two share the prompt alone.
+    rollout, _ = sample(["so it is|", "|", "no it is|", "1.", "2."], group=2, min_tokens=3)
+    assert texts_of(rollout)[0] == ["so it is|1.", "no it is|2."]
     assert rollout.parent is not None
-    assert rollout.parent.tolist() == [0]
-    assert sample(["so it is|", "1."], min_tokens=3)[0].parent is None
+    assert (rollout.parent.tolist(), rollout.shared.tolist()) == ([0, 0], [0, 2])
+    same, _ = sample(["so it is|", "no it is|", "1.", "2."], group=2, min_tokens=3)
+    assert same.parent is None
 
 
 def test_answers_have_settings_of_their_own():

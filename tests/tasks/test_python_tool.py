@@ -11,6 +11,7 @@ from tpu_rl.environments import contract
 from tpu_rl.environments.pool import EnvironmentPool
 from tpu_rl.errors import MachineError
 from tpu_rl.rollout.conversations.episodes import Episodes
+from tpu_rl.rollout.requests import Environment
 from tpu_rl.sandbox import processes
 from tpu_rl.tasks import python_tool
 from tpu_rl.tasks.python_tool import PythonTool
@@ -36,12 +37,9 @@ def test_a_scripted_policy_runs_programs_that_can_do_no_harm():
     tokenizer = characters(string.printable, TEMPLATE)
     rows = [{"prompt": [{"role": "user", "content": "Calculate."}]}]
     with Episodes(
-        rows,
-        1,
-        EnvironmentPool("python_tool"),
-        tokenizer,
-        max_turns=len(TURNS) + 1,
-        max_observation_tokens=200,
+        rows=rows,
+        environment=Environment(EnvironmentPool("python_tool"), len(TURNS) + 1, 200),
+        tokenizer=tokenizer,
         max_prompt_tokens=500,
         step=0,
     ) as episodes:

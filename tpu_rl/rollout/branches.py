@@ -7,7 +7,7 @@ and the policy learns from rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,16 +23,16 @@ from tpu_rl.types import Rollout
 class Branch:
     """A row in the making. Lists have one entry for each token."""
 
-    parent: int
+    parent: int = 0
     """Index of an earlier branch that begins with the same tokens; its own index without one."""
-    shared: int
+    shared: int = 0
     """The number of these tokens."""
-    tokens: list[int]
-    is_action: list[bool]
+    tokens: list[int] = field(default_factory=list)
+    is_action: list[bool] = field(default_factory=list)
     """True where this branch chose the token. The tokens that it shares were chosen, if at all, by
     the branch that had them first."""
-    log_probs: list[float]
-    behaviour_log_probs: list[float]
+    log_probs: list[float] = field(default_factory=list)
+    behaviour_log_probs: list[float] = field(default_factory=list)
     truncated: bool = False
     """True if the last completion ended at its limit."""
 

@@ -17,37 +17,18 @@ Rows differ in where their phases end, so each phase reads its contexts anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tpu_rl.plain_values import fields_of
+from tpu_rl.rollout.branches import Branch, to_rollout
 from tpu_rl.rollout.prompts import first_length
 from tpu_rl.rollout.requests import Decoding
-from tpu_rl.sampler import SamplerConfig
+from tpu_rl.sampler import SamplerConfig, Turn
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Rollout
-
-
-@dataclass
-class _Row:
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    is_action: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    behaviour: list[float] = field(default_factory=list)
-    truncated: bool = False
-
-    def force(self, ids: Sequence[int]) -> None:
-        self.tokens += ids
-        self.is_action += [False] * len(ids)
-        self.log_probs += [0.0] * len(ids)
-        self.behaviour += [0.0] * len(ids)
-
-    def cut(self, length: int) -> None:
-        for values in (self.tokens, self.is_action, self.log_probs, self.behaviour):
-            del values[length:]
 
 
 @dataclass(frozen=True)
@@ -72,10 +53,17 @@ class ThinkingDecoding(Decoding):
         close = tokenizer.encode(thinking.close, special=True)
         wait = tokenizer.encode_continuation(thinking.wait) if thinking.wait else []
         group = self.config.samples_per_prompt
-        rows = [_Row(list(prompt)) for prompt in prompts for _ in range(group)]
+        starts = [len(prompt) for prompt in prompts for _ in range(group)]
+        rows = [Branch() for _ in starts]
+        for i, row in enumerate(rows):
+            row.observe(list(prompts[i // group]))
         budget = self.config.max_new_tokens
         longest = min(thinking.max_tokens or budget, budget - len(close) - 1)
         births = np.zeros((len(rows), 2), np.uint32)
+
+        def written(i: int) -> list[int]:
+            """Return the completion of a row so far."""
+            return rows[i].tokens[starts[i] :]
 
         def text(ids: Sequence[int]) -> str:
             return tokenizer.decode(ids, skip_special=False)
@@ -98,7 +86,7 @@ class ThinkingDecoding(Decoding):
             config = replace(config, samples_per_prompt=1, prompt_length=columns)
             found = replace(self, config=config)._sample_once(
                 params,
-                [rows[i].prompt + rows[i].tokens for i in places],
+                [rows[i].tokens for i in places],
                 step,
                 row_ids[places],
                 **{**settings, "stop_at": stop_at, "on_finished": None},
@@ -106,11 +94,16 @@ class ThinkingDecoding(Decoding):
             )
             for place, i in enumerate(which):
                 mask = np.asarray(found.action_mask)[place]
-                rows[i].tokens += np.asarray(found.tokens)[place][mask].tolist()
-                rows[i].is_action += [True] * int(mask.sum())
-                rows[i].log_probs += np.asarray(found.log_probs)[place][mask].tolist()
-                rows[i].behaviour += np.asarray(found.behaviour_log_probs)[place][mask].tolist()
-                rows[i].truncated = bool(found.truncated[place])
+                rows[i].add(
+                    [],
+                    Turn(
+                        i,
+                        np.asarray(found.tokens)[place][mask].tolist(),
+                        np.asarray(found.log_probs)[place][mask],
+                        np.asarray(found.behaviour_log_probs)[place][mask],
+                        not found.truncated[place],
+                    ),
+                )
                 if not births[i].any():
                     births[i] = np.asarray(found.birth_key)[place]
 
@@ -119,75 +112,46 @@ class ThinkingDecoding(Decoding):
         for number in range(thinking.waits + 1):
             if not thoughts:
                 break
-            limits = [longest - len(rows[i].tokens) for i in thoughts]
+            limits = [longest - len(written(i)) for i in thoughts]
             decode(thoughts, self.config, limits, has_closed, is_first=number == 0)
             again = []
             for i in thoughts:
                 row = rows[i]
-                end = has_closed(row.tokens)
-                is_over = row.tokens[-1] in self.config.stop_ids
-                start = _before(row.tokens, text, thinking.close) if end else len(row.tokens) - 1
+                ids = written(i)
+                end = has_closed(ids)
+                is_over = ids[-1] in self.config.stop_ids
+                start = _before(ids, text, thinking.close) if end else len(ids) - 1
                 # A further thought must have a token, and leave room for its end and an answer.
                 room = longest - start - len(wait)
                 is_short = (end or is_over) and start < thinking.min_tokens and room > 0
                 if is_short and number < thinking.waits:
-                    row.cut(start)
-                    row.force(wait)
+                    row.cut(starts[i] + start)
+                    row.observe(wait)
                     again.append(i)
                     continue
                 if not end and not is_over:
-                    row.force(close)
+                    row.observe(close)
                 if not is_over:
                     answers.append(i)
             thoughts = again
         if answers:
             answers.sort()
             config = replace(self.config, top_k=thinking.answer_top_k or self.config.top_k)
-            limits = [budget - len(rows[i].tokens) for i in answers]
+            limits = [budget - len(written(i)) for i in answers]
             decode(answers, config, limits, settings.get("stop_at"))
         if settings.get("on_finished") is not None:
-            settings["on_finished"]({i: list(row.tokens) for i, row in enumerate(rows)})
-        return self._rollout(rows, births, settings.get("policy_step", 0))
+            settings["on_finished"]({i: written(i) for i in range(len(rows))})
+        return to_rollout(
+            [[row] for row in rows],
+            births,
+            group,
+            (self.config.prompt_length or max(starts)) + budget,
+            self.config.pad_id,
+            settings.get("policy_step", 0),
+        )
 
     def _sample_once(self, *args: Any, **settings: Any) -> Rollout:
         return super().sample(*args, **settings)
-
-    def _rollout(self, rows: list[_Row], births: np.ndarray, policy_step: int) -> Rollout:
-        """Return the rows as the sampler returns its own: prompt, completion, padding."""
-        columns = self.config.prompt_length or max(len(row.prompt) for row in rows)
-        shape = (len(rows), columns + self.config.max_new_tokens)
-        tokens = np.full(shape, self.config.pad_id, np.int32)
-        action_mask = np.zeros(shape, bool)
-        log_probs = np.zeros(shape, np.float32)
-        behaviour = np.zeros(shape, np.float32)
-        for i, row in enumerate(rows):
-            start = len(row.prompt)
-            span = slice(start, start + len(row.tokens))
-            tokens[i, :start] = row.prompt
-            tokens[i, span] = row.tokens
-            action_mask[i, span] = row.is_action
-            log_probs[i, span] = row.log_probs
-            behaviour[i, span] = row.behaviour
-        arrays: dict[str, Any] = {
-            "tokens": tokens,
-            "action_mask": action_mask,
-            "log_probs": log_probs,
-            "behaviour_log_probs": behaviour,
-            "rewards": np.zeros(shape, np.float32),
-            "group_id": np.arange(len(rows), dtype=np.int32) // self.config.samples_per_prompt,
-            "policy_step": np.full(len(rows), policy_step, np.int32),
-            "birth_key": births,
-            "truncated": np.array([row.truncated for row in rows]),
-            "scored": np.zeros(len(rows), bool),
-        }
-        if any(row.is_action and not row.is_action[0] for row in rows):
-            # A row whose first token is forced does not show where its prompt ends.
-            numbers = np.arange(len(rows), dtype=np.int32)
-            group = self.config.samples_per_prompt
-            lengths = np.array([len(row.prompt) for row in rows], np.int32)
-            arrays["parent"] = numbers // group * group
-            arrays["shared"] = np.where(numbers % group, lengths, 0).astype(np.int32)
-        return Rollout(**arrays)
 
 
 def controlled(decoding: Decoding, tokenizer: Tokenizer) -> Decoding:

@@ -60,7 +60,7 @@ def _add(branches: list[Branch], prompt: list[int], turn: Turn) -> None:
     if shared and shared == len(branches[parent].tokens):
         branches[parent].add(prompt[shared:], turn)
         return
-    branch = Branch(parent, shared, [], [], [], [])
+    branch = Branch(parent, shared)
     branch.add(prompt, turn)
     branches.append(branch)
 

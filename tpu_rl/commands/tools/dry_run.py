@@ -101,12 +101,9 @@ def first_prompt(config: ExperimentConfig, row: Row, tokenizer: Tokenizer) -> Ex
     environment = compose.environment(config)
     assert environment is not None
     with Episodes(
-        [row],
-        1,
-        environment.pool,
-        tokenizer,
-        max_turns=environment.max_turns,
-        max_observation_tokens=environment.max_observation_tokens,
+        rows=[row],
+        environment=environment,
+        tokenizer=tokenizer,
         max_prompt_tokens=config.sampling.max_prompt_tokens,
         step=1,
         seed=config.seed,

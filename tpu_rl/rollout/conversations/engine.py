@@ -60,7 +60,7 @@ class _Conversation:
         self._begin(self.prompt, 0, 0)
 
     def _begin(self, tokens: list[int], parent: int, shared: int) -> None:
-        branch = Branch(parent, shared, [], [], [], [], truncated=True)
+        branch = Branch(parent, shared, truncated=True)
         branch.observe(tokens)
         self.branches.append(branch)
 
@@ -123,13 +123,10 @@ def generate(
         decoding.on_its_mesh(),
         rewarding as streaming,
         Episodes(
-            request.rows,
-            group_size,
-            environment.pool,
-            scorer.tokenizer,
-            max_turns=environment.max_turns,
-            max_observation_tokens=environment.max_observation_tokens,
-            refuses_long=environment.refuses_long,
+            rows=request.rows,
+            group_size=group_size,
+            environment=environment,
+            tokenizer=scorer.tokenizer,
             max_prompt_tokens=decoding.max_prompt_tokens,
             local=scoring.local_rows(num_rows, group_size),
             step=request.step,
@@ -137,8 +134,8 @@ def generate(
             seed=decoding.seed,
             stop_strings=decoding.stop_strings,
             is_evaluation=decoding.purpose == Purpose.EVALUATION,
-            images=images,
-            logs=request.logs,
+            image_table=images,
+            old_logs=request.logs,
             saves=request.first_groups is not None,
         ) as episodes,
     ):
@@ -245,7 +242,7 @@ def _converse(
     idle_seconds = 0.0
     config = decoding.config
     group_size = config.samples_per_prompt
-    local = episodes.local
+    local = scoring.local_rows(len(conversations), group_size)
     # Conversations that wait for their next turn, episodes that are over, and groups about which
     # reward functions were asked.
     ready = list(range(len(conversations)))

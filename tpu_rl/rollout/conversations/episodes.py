@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,9 +30,11 @@ from tpu_rl.data import Row
 from tpu_rl.environments.contract import CUT
 from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
 from tpu_rl.errors import InputError
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout import prompts
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedAnswer
 from tpu_rl.rollout.image_prompts import ImageTable
+from tpu_rl.rollout.requests import Environment
 from tpu_rl.runtime.typed_json import finished
 from tpu_rl.tokenizers import Tokenizer, tool_calls
 from tpu_rl.tokenizers.images import MARK, sources_of
@@ -61,29 +63,30 @@ class History(NamedTuple):
     token_ids: list[int]
 
 
-class EpisodeResult(NamedTuple):
-    """What became of an episode. JSON can write it."""
+@dataclass(kw_only=True)
+class EpisodeResult:
+    """What became of an episode."""
 
     prompt: str | list[Message]
     """The prompt that the policy read, with the first observation."""
-    messages: list[Message]
+    messages: list[Message] = field(default_factory=list)
     """The turns of the policy and the messages between them, as reward functions see them."""
-    turn_rewards: list[float | None]
+    turn_rewards: list[float | None] = field(default_factory=list)
     """The reward of each turn. None: the environment gave none. 0 for a turn of a game that was cut
     off, which earned nothing."""
-    reward: float | None
+    reward: float | None = None
     """What `get_reward` returned. None: not scored."""
-    fault: str
+    fault: str = ""
     """The reason why the episode could not go on; "" if it could."""
-    tool_calls: int
-    errors: int
+    tool_calls: int = 0
+    errors: int = 0
     """Calls that could not be read, and tools that raised."""
-    observation_tokens: int
-    state: Mapping[str, Any]
+    observation_tokens: int = 0
+    state: Mapping[str, Any] = field(default_factory=dict)
     """The environment's public attributes at the end."""
-    images: list[bytes] = []
+    images: list[bytes] = field(default_factory=list)
     """The images that the environment showed, as files."""
-    waits: list[tuple[str, float]] = []
+    waits: list[tuple[str, float]] = field(default_factory=list)
     """As in `EpisodeOutcomes`."""
 
     @property
@@ -92,8 +95,8 @@ class EpisodeResult(NamedTuple):
         return len(self.turn_rewards)
 
 
-@dataclass
-class _Episode:
+@dataclass(kw_only=True)
+class _Episode(EpisodeResult):
     """An episode in the making."""
 
     row: Row
@@ -102,7 +105,6 @@ class _Episode:
     is_game: bool
     is_chat: bool
     tools: list[dict[str, Any]]
-    prompt: str | list[Message]
     call_format: str | None = None
     """The format of its calls, after a chat template."""
     waits_for: str = "reset"
@@ -117,16 +119,6 @@ class _Episode:
     ended: bool = True
     """True if the last turn has its end-of-sequence token."""
     is_over: bool = False
-    messages: list[Message] = field(default_factory=list)
-    turn_rewards: list[float | None] = field(default_factory=list)
-    reward: float | None = None
-    fault: str = ""
-    tool_calls: int = 0
-    errors: int = 0
-    observation_tokens: int = 0
-    state: Mapping[str, Any] = field(default_factory=dict)
-    images: list[bytes] = field(default_factory=list)
-    """The images that the environment showed so far."""
     since: float = 0.0
     """When it began to wait for what it waits for."""
 
@@ -137,84 +129,63 @@ class _Episode:
         self.since = now
 
 
+@dataclass(kw_only=True)
 class Episodes:
-    """The conversations of N rows, of which this process runs the local ones.
+    """The conversations of N = len(rows) * group_size rows, of which this process runs the local.
 
-    A context manager: environments are given back at its end.
+    A context manager: environments are given back at its end. Raises InputError if a row belongs
+    to no environment.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        group_size: int,
-        pool: EnvironmentPool,
-        tokenizer: Tokenizer,
-        *,
-        max_turns: int,
-        max_observation_tokens: int,
-        refuses_long: bool = False,
-        max_prompt_tokens: int,
-        step: int,
-        local: slice | None = None,
-        first_row_id: int = 0,
-        seed: int = 0,
-        stop_strings: Sequence[str] = (),
-        is_evaluation: bool = False,
-        images: ImageTable | None = None,
-        logs: Sequence[EpisodeLog | None] = (),
-        saves: bool = False,
-    ):
-        """Prepare for N = len(rows) * group_size episodes.
+    rows: Sequence[Row]
+    group_size: int = 1
+    environment: Environment
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    """Tokens of a prompt, with the first observation."""
+    step: int
+    """The step of the run. Seeds depend on it."""
+    local: slice | None = None
+    """The episodes, in whole groups, that this process runs; by default all."""
+    first_row_id: int = 0
+    """Id of the first episode; the others count up. Seeds depend on it."""
+    seed: int = 0
+    """The seed of the run."""
+    stop_strings: Sequence[str] = ()
+    """Texts that end a turn. They are no part of a game's step."""
+    is_evaluation: bool = False
+    """True if the episodes belong to an evaluation. Environments may ask."""
+    image_table: ImageTable | None = None
+    """Gives ids to images, for a model that reads them."""
+    old_logs: Sequence[EpisodeLog | None] = ()
+    """[N] of episodes that go on, and None for new ones. By default all are new."""
+    saves: bool = False
+    """True if episodes may go on in another process."""
+    unfinished: set[int] = field(default_factory=set)
+    """Local rows whose environments live on at the end, for a later step."""
+    logs: dict[int, EpisodeLog] = field(default_factory=dict)
+    """Local row -> what happened so far."""
 
-        Args:
-            max_turns: turns of the policy in an episode, at least 1.
-            max_observation_tokens: tokens that may follow a turn.
-            refuses_long: whether longer observations are faults. By default they are cut.
-            max_prompt_tokens: tokens of a prompt, with the first observation.
-            step: the step of the run. Seeds depend on it.
-            local: the episodes, in whole groups, that this process runs; by default all.
-            first_row_id: id of the first episode; the others count up. Seeds depend on it.
-            seed: the seed of the run.
-            stop_strings: texts that end a turn. They are no part of a game's step.
-            is_evaluation: True if the episodes belong to an evaluation. Environments may ask.
-            images: gives ids to images, for a model that reads them.
-            logs: [N] of episodes that go on, and None for new ones. By default all are new.
-            saves: whether episodes may go on in another process.
-
-        Raises:
-            InputError: if a row belongs to no environment.
-        """
-        self.local = slice(0, len(rows) * group_size) if local is None else local
-        self._pool = pool
-        self._tokenizer = tokenizer
-        self._group_size = group_size
-        self._max_turns = max_turns
-        self._max_observation_tokens = max_observation_tokens
-        self._refuses_long = refuses_long
-        self._max_prompt_tokens = max_prompt_tokens
-        self._stop_strings = stop_strings
-        self._is_evaluation = is_evaluation
-        self._images = images
-        self._saves = saves
-        self.unfinished: set[int] = set()
-        """Local rows whose environments live on at the end, for a later step."""
-        self.logs: dict[int, EpisodeLog] = {}
-        """Local row -> what happened so far."""
-        for row in range(self.local.start, self.local.stop):
-            log = logs[row] if logs else None
-            group_id = first_row_id + row - row % group_size
-            self.logs[row] = log or EpisodeLog(_seed(seed, step, group_id))
+    def __post_init__(self):
+        self._pool = self.environment.pool
+        group_size = self.group_size
+        local = self.local or slice(0, len(self.rows) * group_size)
+        for row in range(local.start, local.stop):
+            log = self.old_logs[row] if self.old_logs else None
+            group_id = self.first_row_id + row - row % group_size
+            self.logs[row] = log or EpisodeLog(_seed(self.seed, self.step, group_id))
         self._episodes = {
-            row: self._new_episode(rows[row // group_size], log) for row, log in self.logs.items()
+            row: self._new_episode(self.rows[row // group_size], log)
+            for row, log in self.logs.items()
         }
 
     def _new_episode(self, row: Row, log: EpisodeLog) -> _Episode:
         description = self._pool.description(row)
         prompt = row.get("prompt")
         if prompt is None:
-            has_template = self._tokenizer.has_chat_template
+            has_template = self.tokenizer.has_chat_template
             prompt = [{"role": "user", "content": ""}] if has_template else ""
-        is_chat = not isinstance(prompt, str) or self._tokenizer.wraps(prompt)
+        is_chat = not isinstance(prompt, str) or self.tokenizer.wraps(prompt)
         if is_chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         return _Episode(
@@ -256,9 +227,9 @@ class Episodes:
                 episode.pool_id,
                 episode.row,
                 episode.log.seed,
-                self._max_turns,
-                self._is_evaluation,
-                self._saves,
+                self.environment.max_turns,
+                self.is_evaluation,
+                self.saves,
             )
             episode.pending = self._answer_to(episode, "reset", reset)
         for episode, restored in restoring:
@@ -268,7 +239,7 @@ class Episodes:
         for row, episode in self._episodes.items():
             reply = _reply(episode)
             episode.images += reply.images
-            key = (row // self._group_size, reply.text, reply.images)
+            key = (row // self.group_size, reply.text, reply.images)
             if key not in known:
                 known[key] = self._first_prompt(episode, reply.text)
             episode.prompt, token_ids, episode.call_format, fault = known[key]
@@ -288,12 +259,12 @@ class Episodes:
         episode.has_waited_for("policy")
         if episode.fault:
             # Its reset failed, so nothing can be asked of it.
-            text = self._tokenizer.decode(token_ids)
+            text = self.tokenizer.decode(token_ids)
             episode.messages.append({"role": "assistant", "content": text})
             episode.turn_rewards.append(None)
             self._wait_for(episode, "reward", finished(Reply(fault=episode.fault)))
             return
-        episode.ended = bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
+        episode.ended = bool(token_ids) and token_ids[-1] in self.tokenizer.eos_ids
         episode.turn_rewards.append(None)
         if episode.is_game:
             self._begin_step(episode, token_ids, stopped)
@@ -333,25 +304,16 @@ class Episodes:
     def result(self, row: int) -> EpisodeResult:
         """Return the result of a local episode that is over."""
         episode = self._episodes[row]
-        return EpisodeResult(
-            prompt=episode.prompt,
-            messages=[without_images(message) for message in episode.messages],
-            images=episode.images,
-            turn_rewards=episode.turn_rewards,
-            reward=episode.reward,
-            fault=episode.fault,
-            tool_calls=episode.tool_calls,
-            errors=episode.errors,
-            observation_tokens=episode.observation_tokens,
-            state=episode.state,
-            waits=episode.log.waits,
-        )
+        of_result = {part.name for part in fields(EpisodeResult)}
+        values = {name: value for name, value in fields_of(episode).items() if name in of_result}
+        messages = [without_images(message) for message in episode.messages]
+        return EpisodeResult(**values | {"messages": messages, "waits": episode.log.waits})
 
     # --- what begins ---
 
     def _begin_calls(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Call the tools that a turn asks for, or end the episode."""
-        turn = self._tokenizer.parse_turn(
+        turn = self.tokenizer.parse_turn(
             token_ids, episode.tools, episode.is_chat, episode.call_format
         )
         episode.messages.append(turn.message)
@@ -368,8 +330,8 @@ class Episodes:
 
     def _begin_step(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Give a game the text of a turn."""
-        text = self._tokenizer.decode(token_ids)
-        for stop_string in self._stop_strings:
+        text = self.tokenizer.decode(token_ids)
+        for stop_string in self.stop_strings:
             text = text.removesuffix(stop_string)
         episode.messages.append({"role": "assistant", "content": text})
         if stopped:
@@ -437,7 +399,7 @@ class Episodes:
         earlier = list(episode.messages)
         if not (reply.done and not reply.text):
             episode.messages += messages
-        if reply.done or len(episode.turn_rewards) >= self._max_turns:
+        if reply.done or len(episode.turn_rewards) >= self.environment.max_turns:
             self._begin_reward(episode)
             return None
         token_ids, seen = self._encode_observation(episode, earlier, messages)
@@ -468,15 +430,17 @@ class Episodes:
 
         The ids are None if the observation ends the episode by a fault.
         """
-        limit = self._max_observation_tokens
+        limit = self.environment.max_observation_tokens
         # Nothing is cut beside images: half of an observation might stand for another one.
-        refuses_long = self._refuses_long or any(IMAGES in message for message in messages)
+        refuses_long = self.environment.refuses_long or any(
+            IMAGES in message for message in messages
+        )
         if not refuses_long:
             messages = [_bounded(message, MOST_CHARACTERS * limit) for message in messages]
         seen = messages
         # Messages about bad calls are ours, and count as short.
         limit += sum(
-            len(self._tokenizer.encode(message["content"]))
+            len(self.tokenizer.encode(message["content"]))
             for message in messages
             if _is_ours(message)
         )
@@ -513,13 +477,13 @@ class Episodes:
         history = None
         if not isinstance(episode.prompt, str):
             conversation = [*episode.prompt, *(_without(message, IMAGES) for message in earlier)]
-            history = self._tokenizer.encode_rewritten(conversation, messages, episode.tools)
+            history = self.tokenizer.encode_rewritten(conversation, messages, episode.tools)
         if not episode.is_chat and not episode.is_game:
             messages = [
                 {**message, "content": tool_calls.RESULT.format(message["content"])}
                 for message in messages
             ]
-        encode = self._tokenizer.encode_observation
+        encode = self.tokenizer.encode_observation
         if history is None:
             token_ids = encode(messages, episode.ended, episode.is_chat)
             return self._placed(token_ids, added), None
@@ -529,17 +493,17 @@ class Episodes:
 
     def _placed(self, token_ids: list[int], images: Sequence[Any]) -> list[int]:
         """Return ids with those of images. Raises InputError if the images cannot be read."""
-        if self._images is not None:
-            return self._images.place(token_ids, images)
-        return self._tokenizer.with_images({"images": list(images)}, token_ids).ids
+        if self.image_table is not None:
+            return self.image_table.place(token_ids, images)
+        return self.tokenizer.with_images({"images": list(images)}, token_ids).ids
 
     def _shortened(self, messages: list[Message], excess: int) -> list[Message]:
         """Return the messages with about `excess` tokens less: the longest ones lose most."""
         ids = [
-            [] if _is_ours(message) else self._tokenizer.encode(message["content"])
+            [] if _is_ours(message) else self.tokenizer.encode(message["content"])
             for message in messages
         ]
-        excess += len(self._tokenizer.encode(CUT)) * len(messages)
+        excess += len(self.tokenizer.encode(CUT)) * len(messages)
         longest = max(map(len, ids), default=0)
 
         def left_out(most: int) -> int:
@@ -558,7 +522,7 @@ class Episodes:
     def _cut(self, token_ids: list[int], length: int) -> str:
         """Return the text of the first tokens, and the mark."""
         # The last token may be a part of a character.
-        return self._tokenizer.decode(token_ids[:length]).rstrip("\ufffd") + CUT
+        return self.tokenizer.decode(token_ids[:length]).rstrip("\ufffd") + CUT
 
     def _first_prompt(
         self, episode: _Episode, text: str | None
@@ -580,7 +544,7 @@ class Episodes:
         call_format = None
         if episode.is_chat and episode.tools:
             try:
-                call_format = self._tokenizer.tool_format(token_ids)
+                call_format = self.tokenizer.tool_format(token_ids)
             except InputError as error:
                 fault = fault or f"{error.what}: {error.why}"
         return prompt, token_ids, call_format, fault
@@ -589,13 +553,13 @@ class Episodes:
         """Return the ids of a prompt, with the tools that it shows."""
         if not prompt:
             # Only where `reset` should have given the prompt, and gave none.
-            return [*self._tokenizer.prefix_ids] or [self._tokenizer.eos_ids[0]]
+            return [*self.tokenizer.prefix_ids] or [self.tokenizer.eos_ids[0]]
         row = {**episode.row, "prompt": prompt}
         if episode.tools:
             row["tools"] = episode.tools
-        token_ids = self._tokenizer.encode_prompt(prompt, row.get("tools"))
+        token_ids = self.tokenizer.encode_prompt(prompt, row.get("tools"))
         token_ids = self._placed(token_ids, [*sources_of(row), *episode.images])
-        prompts.require_length(row, token_ids, self._max_prompt_tokens)
+        prompts.require_length(row, token_ids, self.max_prompt_tokens)
         return token_ids
 
 
