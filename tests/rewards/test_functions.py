@@ -90,7 +90,7 @@ def test_rewards_whose_row_says_so_run_during_sampling():
     functions = registry.reward_functions(resolved, rewards.DEFAULT_LIMITS, True)
     assert names == {"math", "python_checks", "python_tests"}
     assert {name for name in functions if rewards.runs_during_sampling(functions[name])} == names
-    assert rewards.runs_during_sampling(programs.python_tests_unsandboxed)
+    assert rewards.runs_during_sampling(programs.VERIFIERS["python_tests"].score_unsandboxed)
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_speed_is_beside_a_baseline(monkeypatch, mine, theirs, value):
     times = iter([time for pair in zip(mine, theirs, strict=True) for time in pair])
     monkeypatch.setattr(programs, "_seconds", lambda *_: next(times))
     monkeypatch.setattr(programs, "_judge_programs", lambda *_: [1.0, 0.0])
-    values = programs.python_speed_unsandboxed(
-        ["p", "p"], ["a", "b"], tests=["", ""], baseline=["c", "c"]
+    values = programs.python_speed(
+        ["p", "p"], ["a", "b"], tests=["", ""], baseline=["c", "c"], confine=False
     )
     assert values == [pytest.approx(value), 0.0]
 
@@ -86,13 +86,13 @@ def test_a_baseline_that_fails_is_a_fault(monkeypatch):
         programs, "_seconds", lambda program, *_: 1.0 if program in ("a", "x = 1\n") else None
     )
     monkeypatch.setattr(programs, "_judge_programs", lambda texts, *_: [1.0] * len(texts))
-    [value] = programs.python_speed_unsandboxed(["p"], ["a"], tests=[""], baseline=["c"])
+    [value] = programs.python_speed(["p"], ["a"], tests=[""], baseline=["c"], confine=False)
     assert isinstance(value, RewardFailure)
     assert "baseline" in str(value)
     fenced = "It runs:\n```python\nx = 1\n```"
     baselines: list[Any] = [fenced, None]
-    [slow, none] = programs.python_speed_unsandboxed(
-        ["p"] * 2, ["a"] * 2, tests=["", ""], baseline=baselines
+    [slow, none] = programs.python_speed(
+        ["p"] * 2, ["a"] * 2, tests=["", ""], baseline=baselines, confine=False
     )
     assert slow == 0.5
     assert "`baseline` is no text, but None" in str(none)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
 
-from tpu_rl.rollout.scoring import EpisodeRows
+from tpu_rl.rollout.scoring import EpisodeRows, entries
 from tpu_rl.sampler import Turn
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout
@@ -155,5 +154,5 @@ def episode_rows(
 
 def last_rows(rows: EpisodeRows) -> Rollout:
     """Return the last row of each episode."""
-    last = jax.tree.map(lambda array: np.asarray(array)[rows.last], rows.rollout)
+    last = entries(rows.rollout, rows.last)
     return replace(last, parent=None, shared=None, episode_id=None)

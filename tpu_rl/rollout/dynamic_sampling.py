@@ -18,11 +18,13 @@ import numpy as np
 
 from tpu_rl.data import Row
 from tpu_rl.data.encoding import alike
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout.group_selection import num_kept
 from tpu_rl.rollout.scoring import (
     EpisodeOutcomes,
     Scored,
     by_episode,
+    entries,
     first_of_runs,
     group_size,
     renumbered,
@@ -30,7 +32,7 @@ from tpu_rl.rollout.scoring import (
     with_parents,
     zero_variance,
 )
-from tpu_rl.types import RowSource
+from tpu_rl.types import Rollout, RowSource
 
 
 def collect(
@@ -126,10 +128,7 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     starts = first_of_runs(group_id)
     group_of_row = np.repeat(np.arange(len(starts)), np.diff([*starts, len(group_id)]))[rows]
     data_rows = [row for scored in rounds for row in scored.rows]
-    rollout = jax.tree.map(
-        lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds]
-    )
-    episodes = _all_episodes([scored.episodes for scored in rounds])
+    rollout = entries(_joined([scored.rollout for scored in rounds]), rows)
     changed = {"group_id": _renumber(group_id[rows])}
     if rollout.episode_id is not None:
         changed["episode_id"] = _renumber(_unique_ids(r.rollout.episode_id for r in rounds)[rows])
@@ -139,28 +138,19 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
             [scored.rollout.parent + offset for scored, offset in zip(rounds, offsets, strict=True)]
         )
         changed["parent"] = renumbered(parents, rows)
-
-    def texts(select: Callable[[Scored], list[str]]) -> list[str]:
-        all_texts = [text for scored in rounds for text in select(scored)]
-        return [all_texts[row] for row in rows]
-
+    texts = ("prompts", "completions", "faults")
+    values = ("lengths", "rewards", "parts")
+    sums = ("seconds_rollout", "seconds_reward", "drafts", "tokens_of_drafts")
+    joined = {
+        name: _joined([fields_of(scored)[name] for scored in rounds])
+        for name in (*texts, *values, *sums)
+    }
+    episodes = _all_episodes([scored.episodes for scored in rounds])
     return Scored(
         rollout=replace(rollout, **changed),
-        prompts=texts(lambda scored: scored.prompts),
-        completions=texts(lambda scored: scored.completions),
-        lengths=np.concatenate([scored.lengths for scored in rounds])[rows],
-        rewards=np.concatenate([scored.rewards for scored in rounds])[rows],
-        parts={
-            name: np.concatenate([scored.parts[name] for scored in rounds])[rows]
-            for name in rounds[0].parts
-        },
-        faults=texts(lambda scored: scored.faults),
         rows=[data_rows[group] for group in group_of_row[first_of_runs(group_of_row)]],
-        seconds_rollout=sum(scored.seconds_rollout for scored in rounds),
-        seconds_reward=sum(scored.seconds_reward for scored in rounds),
-        drafts=sum(scored.drafts for scored in rounds),
-        tokens_of_drafts=sum(scored.tokens_of_drafts for scored in rounds),
         episodes=None if episodes is None else episodes.take(rows),
+        **entries(joined, rows),
     )
 
 
@@ -201,22 +191,23 @@ def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes |
     known = [episodes for episodes in rounds if episodes is not None]
     if not known:
         return None
-    return replace(
-        known[0],
-        names=[name for episodes in known for name in episodes.names],
-        rewards=np.concatenate([episodes.rewards for episodes in known]),
-        turn_rewards=np.concatenate([episodes.turn_rewards for episodes in known]),
-        faults=[fault for episodes in known for fault in episodes.faults],
-        messages=[messages for episodes in known for messages in episodes.messages],
-        states=[state for episodes in known for state in episodes.states],
-        counts={
-            name: np.concatenate([episodes.counts[name] for episodes in known])
-            for name in known[0].counts
-        },
-        waits=[waits for episodes in known for waits in episodes.waits],
-        images=[images for episodes in known for images in episodes.images],
-        idle_seconds=sum(episodes.idle_seconds for episodes in known),
-    )
+    joined = _joined([fields_of(episodes) for episodes in known])
+    return replace(known[0], **joined | {"is_scored": known[0].is_scored})
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Join arrays and lists, also in dicts and pytrees, and add up numbers."""
+    first = values[0]
+    match first:
+        case list():
+            return [item for value in values for item in value]
+        case np.ndarray():
+            return np.concatenate(values)
+        case dict():
+            return {name: _joined([value[name] for value in values]) for name in first}
+        case Rollout():
+            return jax.tree.map(lambda *parts: np.concatenate(parts), *values)
+    return sum(values)
 
 
 def _unique_ids(ids: Iterable[Any]) -> np.ndarray:

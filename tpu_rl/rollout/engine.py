@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 
 from tpu_rl import sampler, wings
@@ -161,7 +160,7 @@ def _unfinished(rows: list[Row], rollout: Rollout, selection: FirstGroups) -> li
 def take_groups(rollout: Rollout, groups: Sequence[int], group_size: int) -> Rollout:
     """Return some groups of a rollout, renumbered."""
     rows = (np.asarray(groups, int)[:, None] * group_size + np.arange(group_size)).reshape(-1)
-    part = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], rollout)
+    part = scoring.entries(rollout, rows)
     group_id = np.repeat(np.arange(len(groups), dtype=np.int32), group_size)
     if rollout.parent is not None:
         part = replace(part, parent=scoring.renumbered(np.asarray(rollout.parent), rows))

@@ -20,6 +20,7 @@ import numpy as np
 from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
+from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout.prompts import as_text
 from tpu_rl.runtime import processes, typed_json
 from tpu_rl.runtime.segments import count_tokens
@@ -84,18 +85,24 @@ class EpisodeOutcomes:
 
     def take(self, rows: np.ndarray) -> EpisodeOutcomes:
         """Return some of the episodes."""
-        return replace(
-            self,
-            names=[self.names[row] for row in rows],
-            rewards=self.rewards[rows],
-            turn_rewards=self.turn_rewards[rows],
-            faults=[self.faults[row] for row in rows],
-            messages=[self.messages[row] for row in rows],
-            states=[self.states[row] for row in rows],
-            counts={name: values[rows] for name, values in self.counts.items()},
-            waits=[self.waits[row] for row in rows] if self.waits else [],
-            images=[self.images[row] for row in rows] if self.images else [],
-        )
+        return replace(self, **entries(fields_of(self), rows))
+
+
+def entries(value: Any, rows: np.ndarray) -> Any:
+    """Return some entries of an array or of a list that is not empty, also in dicts and pytrees.
+
+    Anything else stays as it is.
+    """
+    match value:
+        case list():
+            return [value[row] for row in rows] if value else value
+        case np.ndarray():
+            return value[rows]
+        case dict():
+            return {name: entries(part, rows) for name, part in value.items()}
+        case Rollout():
+            return jax.tree.map(lambda array: np.asarray(array)[rows], value)
+    return value
 
 
 class EpisodeRows(NamedTuple):
@@ -539,7 +546,7 @@ def by_episode(scored: Scored) -> Scored:
     def total(values: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values[rows], starts)
 
-    episodes = jax.tree.map(lambda array: np.asarray(array)[last], rollout)
+    episodes = entries(rollout, last)
     faults = [
         "; ".join(fault for row in rows_of_episode if (fault := scored.faults[row]))
         for rows_of_episode in np.split(rows, starts[1:])
@@ -559,8 +566,8 @@ def by_episode(scored: Scored) -> Scored:
         parts={name: total(part) for name, part in scored.parts.items()},
         faults=faults,
         episodes=None if scored.episodes is None else scored.episodes.take(last),
-        prompts=[scored.prompts[row] for row in last],
-        completions=[scored.completions[row] for row in last],
+        prompts=entries(scored.prompts, last),
+        completions=entries(scored.completions, last),
     )
 
 
@@ -590,7 +597,7 @@ def by_row(scored: Scored, rows: EpisodeRows) -> Scored:
         rollout=replace(
             rows.rollout, rewards=rewards_placed.astype(np.float32), scored=is_scored[episode_of]
         ),
-        prompts=[scored.prompts[episode] for episode in episode_of],
+        prompts=entries(scored.prompts, episode_of),
         completions=[
             scored.completions[episode] if last else text
             for episode, last, text in zip(episode_of, is_last, rows.texts, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import statistics
 import textwrap
@@ -27,6 +28,7 @@ def python_tests(
     *,
     tests: Sequence[Any],
     entry_point: Sequence[str | None] | None = None,
+    confine: bool = True,
     **columns: Any,
 ) -> list[float | RewardFailure]:
     """Return 1 for each completion whose Python program passes all tests of its row, else 0.
@@ -45,23 +47,8 @@ def python_tests(
     Raises:
         MachineError: if the kernel cannot confine programs.
     """
-    sandbox.require()
-    return _judge_programs(prompts, completions, tests, entry_point, True, columns)
-
-
-def python_tests_unsandboxed(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    tests: Sequence[Any],
-    entry_point: Sequence[str | None] | None = None,
-    **columns: Any,
-) -> list[float | RewardFailure]:
-    """Return the same as `python_tests`, with programs that may do whatever this user may.
-
-    The flag --allow-unsandboxed-code selects it.
-    """
-    return _judge_programs(prompts, completions, tests, entry_point, False, columns)
+    _require_sandbox(confine)
+    return _judge_programs(prompts, completions, tests, entry_point, confine, columns)
 
 
 def python_speed(
@@ -71,6 +58,7 @@ def python_speed(
     tests: Sequence[Any],
     baseline: Sequence[str],
     entry_point: Sequence[str | None] | None = None,
+    confine: bool = True,
     **_: Any,
 ) -> list[float | RewardFailure]:
     """Return 0.5 for each program that passes its tests, up to 1 the faster it is, else 0.
@@ -84,25 +72,17 @@ def python_speed(
     Raises:
         MachineError: if the kernel cannot confine programs.
     """
-    sandbox.require()
-    return _speeds(prompts, completions, tests, baseline, entry_point, confine=True)
-
-
-def python_speed_unsandboxed(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    tests: Sequence[Any],
-    baseline: Sequence[str],
-    entry_point: Sequence[str | None] | None = None,
-    **_: Any,
-) -> list[float | RewardFailure]:
-    """Return the same as `python_speed`, with programs that may do whatever this user may."""
-    return _speeds(prompts, completions, tests, baseline, entry_point, confine=False)
+    _require_sandbox(confine)
+    return _speeds(prompts, completions, tests, baseline, entry_point, confine)
 
 
 def python_checks(
-    prompts: Sequence[Any], completions: Sequence[Any], *, checks: Sequence[Sequence[str]], **_: Any
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    checks: Sequence[Sequence[str]],
+    confine: bool = True,
+    **_: Any,
 ) -> list[float | RewardFailure]:
     """Return the share of the row's own checks that each completion passes, from 0 to 1.
 
@@ -114,15 +94,14 @@ def python_checks(
     Raises:
         MachineError: if the kernel cannot confine programs.
     """
-    sandbox.require()
-    return [_share(*row, confine=True) for row in zip(completions, checks, strict=True)]
+    _require_sandbox(confine)
+    return [_share(*row, confine=confine) for row in zip(completions, checks, strict=True)]
 
 
-def python_checks_unsandboxed(
-    prompts: Sequence[Any], completions: Sequence[Any], *, checks: Sequence[Sequence[str]], **_: Any
-) -> list[float | RewardFailure]:
-    """Return the same as `python_checks`, with checks that may do whatever this user may."""
-    return [_share(*row, confine=False) for row in zip(completions, checks, strict=True)]
+def _require_sandbox(confine: bool) -> None:
+    """Raise MachineError if programs are to be confined, and the kernel cannot do it."""
+    if confine:
+        sandbox.require()
 
 
 def _judge_programs(
@@ -342,23 +321,16 @@ def _names(source: str) -> tuple[set[str], set[str]]:
     return defined, {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
+def _runs_programs(score: Reward, **row: Any) -> Verifier:
+    """Make the row of a reward that may run programs without the sandbox, if the user allows it."""
+    unsandboxed = functools.partial(score, confine=False)
+    return Verifier(score, score_unsandboxed=unsandboxed, require_sandbox=sandbox.require, **row)
+
+
 VERIFIERS = {
-    "python_tests": Verifier(
-        python_tests,
-        in_workers=True,
-        score_unsandboxed=python_tests_unsandboxed,
-        require_sandbox=sandbox.require,
-        make=_with_plain_rows,
-    ),
-    "python_checks": Verifier(
-        python_checks,
-        in_workers=True,
-        score_unsandboxed=python_checks_unsandboxed,
-        require_sandbox=sandbox.require,
-    ),
+    "python_tests": _runs_programs(python_tests, in_workers=True, make=_with_plain_rows),
+    "python_checks": _runs_programs(python_checks, in_workers=True),
     "plain_judge": Verifier(plain_judge),
     # Not during sampling, which would disturb its clock.
-    "python_speed": Verifier(
-        python_speed, score_unsandboxed=python_speed_unsandboxed, require_sandbox=sandbox.require
-    ),
+    "python_speed": _runs_programs(python_speed),
 }
