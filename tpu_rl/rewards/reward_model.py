@@ -14,6 +14,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 from tpu_rl import data, models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError, unknown_name
+from tpu_rl.errors import InputError, refused, unknown_name
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.rewards.scoring import DeclaredReward
 from tpu_rl.runtime.segments import Segment, count_tokens
@@ -84,18 +85,11 @@ def read_reading(directory: str | Path) -> ScoreReadout:
 
     Raises InputError if the file is not one of `write_reading`.
     """
-    path = Path(directory) / FILE
-    if not path.is_file():
-        return ScoreReadout()
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+    with _stored(directory) as values:
         values.pop(CHAT, None)
         if values.pop("others", ()):
             raise ValueError("the other trunks of an ensemble are not read any more")
-        separators = tuple(values.pop("separators", ()))
-        return ScoreReadout(separators=separators, **values)
-    except (AttributeError, ValueError, TypeError) as error:
-        raise _damaged(path, error) from error
+        return ScoreReadout(separators=tuple(values.pop("separators", ())), **values)
 
 
 def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.ChatSettings:
@@ -104,23 +98,22 @@ def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.Chat
     A model of another library, without the file, reads conversations if it has a chat template.
     Raises InputError if the file is not one of `write_reading`.
     """
+    with _stored(directory) as values:
+        default = {} if values else {"wraps_prompts": has_chat_template}
+        return tokenizers.ChatSettings(**values.get(CHAT, default))
+
+
+@contextmanager
+def _stored(directory: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the values of a model's file, or none; errors about them are InputErrors."""
     path = Path(directory) / FILE
-    if not path.is_file():
-        return tokenizers.ChatSettings(wraps_prompts=has_chat_template)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return tokenizers.ChatSettings(**values.get(CHAT, {}))
-    except (AttributeError, ValueError, TypeError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> InputError:
-    return InputError(
+    with refused(
+        (AttributeError, ValueError, TypeError),
         f"{FILE} does not say how scores are read",
         where=str(path),
-        why=str(error),
         fix="copy the file again from the run that trained the model",
-    )
+    ):
+        yield dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def directory_of(path: str | Path) -> Path:
@@ -132,8 +125,19 @@ def directory_of(path: str | Path) -> Path:
     return models.find_directory(directory)
 
 
-def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
-    """Return the reward model of a directory or run folder.
+class Loaded(NamedTuple):
+    """A model of any kind, and its tokenizer."""
+
+    path: str
+    directory: Path
+    mesh: Mesh
+    model: Model
+    params: Params
+    tokenizer: tokenizers.Tokenizer
+
+
+def load_model(path: str | Path, mesh: Mesh | None = None) -> Loaded:
+    """Load the model of a directory or run folder.
 
     Args:
         path: the model's directory, or a run folder.
@@ -141,13 +145,23 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
             scores completions of its own.
 
     Raises:
-        InputError: if there is no model, or it is a language model.
+        InputError: if there is no model.
     """
     mesh = mesh or sharding.make_mesh(devices=jax.local_devices()[:1])
     directory = directory_of(path)
-    reading = read_reading(directory)
     with jax.set_mesh(mesh):
         model, params = models.load(directory, mesh=mesh)
+    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    return Loaded(str(path), directory, mesh, model, params, tokenizer)
+
+
+def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
+    """Return the reward model of a directory or run folder; see `load_model`.
+
+    Raises InputError if there is no model, or it is a language model.
+    """
+    reading = read_reading(directory_of(path))
+    _, directory, mesh, model, params, tokenizer = load_model(path, mesh)
     if model.config.num_outputs is None:
         raise InputError(
             "not a reward model: it predicts tokens",
@@ -156,7 +170,6 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
             fix="give a model with a head, as in runs/NAME/model",
         )
     score, shares = score_functions(model, reading)
-    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     chat = read_chat(directory, tokenizer.has_chat_template)
     tokenizer = dataclasses.replace(tokenizer, chat=chat)
     return RewardModel(score, shares, reading, params, tokenizer, mesh)

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_rl import models, tokenizers
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
@@ -37,11 +36,7 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
     Raises:
         InputError: if there is no model.
     """
-    mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-    directory = reward_model.directory_of(path)
-    with jax.set_mesh(mesh):
-        model, params = models.load(directory, mesh=mesh)
-    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    _, _, mesh, model, params, tokenizer = reward_model.load_model(path)
     embed = jax.jit(lambda params, tokens, mask: embeddings(model, params, tokens, mask, pooling))
 
     def reward(

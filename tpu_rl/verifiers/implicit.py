@@ -32,7 +32,6 @@ from tpu_rl.losses import reward_score
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.reward_model import RewardModel
-from tpu_rl.train import sharding
 from tpu_rl.types import Array, PackedRows, Params, Role
 
 
@@ -42,22 +41,19 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
     Raises:
         InputError: if a model is missing, or is a reward model.
     """
-    mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-    directories = [reward_model.directory_of(given) for given in (path, reference)]
-    with jax.set_mesh(mesh):
-        loaded = [models.load(directory, mesh=mesh) for directory in directories]
-    for given, (model, _) in zip((path, reference), loaded, strict=True):
-        models.require_writer(model, f"--reward implicit(...), {given}")
-    roles = [models.role(model, lambda params: params) for model, _ in loaded]
-    params = [own for _, own in loaded]
-    folders = [models.tokenizer_directory(directory) for directory in directories]
-    tokenizer = tokenizers.load(folders[0])
-    if tokenizers.has_same_tokens(tokenizer, folders[1]):
+    loaded = [reward_model.load_model(given) for given in (path, reference)]
+    for one in loaded:
+        models.require_writer(one.model, f"--reward implicit(...), {one.path}")
+    roles = [models.role(one.model, lambda params: params) for one in loaded]
+    params = [one.params for one in loaded]
+    mesh = loaded[0].mesh
+    tokenizer, other = (one.tokenizer for one in loaded)
+    if tokenizers.has_same_tokens(tokenizer, models.tokenizer_directory(loaded[1].directory)):
         parts = [_Part(roles, params, (beta, -beta), tokenizer, mesh)]
     else:
         parts = [
             _Part(roles[:1], params[:1], (beta,), tokenizer, mesh),
-            _Part(roles[1:], params[1:], (-beta,), tokenizers.load(folders[1]), mesh),
+            _Part(roles[1:], params[1:], (-beta,), other, mesh),
         ]
 
     def reward(

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ import numpy as np
 from tpu_rl import models, sampler, tokenizers
 from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import reward_model
+from tpu_rl.rewards.reward_model import Loaded
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.train import sharding
-from tpu_rl.types import Array, Model, Params, Purpose
+from tpu_rl.types import Array, Params, Purpose
 from tpu_rl.verifiers.verdicts import Choices, Judge, Share, share_of, weighed
 
 BATCH_ROWS = 16
@@ -42,19 +43,11 @@ def seed_of(request: str) -> int:
 # --- a model in this process ---
 
 
-class Loaded(NamedTuple):
-    """A language model on one device of this process."""
-
-    path: str
-    mesh: jax.sharding.Mesh
-    model: Model
-    params: Params
-    tokenizer: tokenizers.Tokenizer
-
-    def encode(self, request: str) -> list[int]:
-        if self.tokenizer.has_chat_template:
-            return self.tokenizer.encode_prompt([{"role": "user", "content": request}])
-        return self.tokenizer.encode_prompt(f"{request}\n\nReply:")
+def encode(tokenizer: tokenizers.Tokenizer, request: str) -> list[int]:
+    """Return the ids of a request, as a message if there is a chat template."""
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_prompt([{"role": "user", "content": request}])
+    return tokenizer.encode_prompt(f"{request}\n\nReply:")
 
 
 Answer = Callable[[Sequence[str], list[list[int]]], list[Share]]
@@ -67,13 +60,9 @@ def local(path: str, choices: Choices, votes: int, max_tokens: int) -> Judge:
     Raises:
         InputError: if there is no language model, or it cannot answer in one word without votes.
     """
-    mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-    directory = reward_model.directory_of(path)
-    with jax.set_mesh(mesh):
-        model, params = models.load(directory, mesh=mesh)
-    models.require_writer(model, f"model={path}")
-    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
-    loaded = Loaded(path, mesh, model, params, tokenizer)
+    loaded = reward_model.load_model(path)
+    models.require_writer(loaded.model, f"model={path}")
+    tokenizer = loaded.tokenizer
     if votes:
         return of_short_requests(loaded, by_votes(loaded, choices, votes, max_tokens))
     if tokenizer.has_chat_template and tokenizer.thought_opening:
@@ -90,7 +79,7 @@ def of_short_requests(loaded: Loaded, answer: Answer) -> Judge:
     """Make the judge that answers the requests which are short enough."""
 
     def judge(requests: Sequence[str]) -> list[Share]:
-        encoded = {request: loaded.encode(request) for request in requests}
+        encoded = {request: encode(loaded.tokenizer, request) for request in requests}
         longest = reward_model.MAX_TOKENS
         short = [request for request, ids in encoded.items() if len(ids) <= longest]
         shares: dict[str, Share] = {
