@@ -21,6 +21,7 @@ import pytest
 
 from tests.fixtures import agent_functions, programs
 from tpu_rl import user_code
+from tpu_rl.serving.record import branches_of
 from tpu_rl.serving.replies import BROKEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ def test_the_program_itself_makes_one_branch(name, tmp_path):
         pytest.skip(f"{program.package} is not installed")
     reward, recorded = asyncio.run(played(program, tmp_path))
     assert [entry for entry in recorded.requests if entry["body"] and entry["status"] != 200] == []
-    assert len(recorded.account.record.branches()) == 1
+    assert len(branches_of(recorded.account.calls)) == 1
     assert len(posted(recorded)) == len(program.answers)
     assert reward == 1
 
@@ -141,10 +142,10 @@ def test_what_a_program_sends_makes_one_branch(name):
     with programs.served(program.answers) as recorded:
         for request in stored["requests"]:
             assert ask(recorded, request["path"], request["body"])
-        record = recorded.account.record
-    assert len(record.calls) == len(program.answers)
-    [branch] = record.branches()
-    written = [token for call in record.calls for token in call.turn.tokens]
+        calls = recorded.account.calls
+    assert len(calls) == len(program.answers)
+    [branch] = branches_of(calls)
+    written = [token for call in calls for token in call.turn.tokens]
     assert branch.actions == written
     assert BROKEN not in programs.TOKENIZER.decode(branch.tokens)
 

@@ -58,7 +58,7 @@ from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Distribution, Item, PendingTurn, Pump
-from tpu_rl.serving.record import Call
+from tpu_rl.serving.record import Call, branches_of
 from tpu_rl.serving.server import LOOPBACK, Server, bind, require_packages
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import sources_of
@@ -192,12 +192,12 @@ class _Episode:
 
     def log(self) -> EpisodeLog:
         """Return the log, by which it goes on in another step."""
-        calls = self.account.record.calls
+        calls = self.account.calls
         return EpisodeLog(
             seed=0,
             key=self.key,
-            turns=[LoggedTurn(call.turn, call.policy_step) for call in calls],
-            requests=[LoggedRequest(*call[:3]) for call in calls],
+            turns=[LoggedTurn(call.turn, call.policy_step) for call in calls if call.turn],
+            requests=[LoggedRequest(call.when, call.prompt, call.repeats) for call in calls],
             pool_id=self.pool_id,
             end=self.end,
         )
@@ -434,7 +434,7 @@ class _AgentEngine:
         images: ImageTable | None,
     ) -> _Episode:
         """Start an episode, or one of another process once more."""
-        calls = zip(log.requests, log.turns, strict=True) if log else ()
+        logged = zip(log.requests, log.turns, strict=True) if log else ()
         account = EpisodeAccount(
             self._scorer.tokenizer,
             self._numbers,
@@ -442,7 +442,9 @@ class _AgentEngine:
             first_prompt=self._first_prompt(row, images),
             most_calls=self._agent.max_calls,
             is_strict=self._decoding.purpose is not Purpose.EVALUATION,
-            log=[Call(*request, *turn) for request, turn in calls],
+            log=[
+                Call(asked.prompt, key, asked.when, asked.repeats, *turn) for asked, turn in logged
+            ],
             wake=lambda: service.app.pump.wake(),
         )
         api_key = secrets.token_urlsafe(24)
@@ -470,7 +472,7 @@ class _AgentEngine:
     def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
         fault = reply.fault
         reward = reply.reward
-        is_truncated = bool(fault and account.overlong and account.record.calls)
+        is_truncated = bool(fault and account.overlong and account.calls)
         if is_truncated:
             fault = ""
             reward = None if self._scorer.reward_functions else 0.0
@@ -480,11 +482,11 @@ class _AgentEngine:
                 f"{self._limits.max_model_len} (--sampling.max-prompt-tokens and "
                 f"--sampling.max-new-tokens together); {fault}"
             )
-        if not fault and not account.record.calls:
+        if not fault and not account.calls:
             fault = "it asked the policy for nothing"
         if not fault and reward is None and not self._scorer.reward_functions:
             fault = "it returned no reward, and no --reward judges what it did"
-        branches = account.record.branches()
+        branches = branches_of(account.calls)
         messages = account.history.last_messages()
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = [without_images(message) for message in messages[places[0] :]] if places else []
@@ -492,9 +494,9 @@ class _AgentEngine:
             token_ids = branches[-1].actions if branches else []
             content = self._scorer.tokenizer.decode(token_ids)
             messages = [{"role": "assistant", "content": content}]
-        calls = account.record.calls
+        calls = account.calls
         step = account.policy_step
-        earlier = [len(call.turn.tokens) for call in calls if call.policy_step < step]
+        earlier = [len(c.turn.tokens) for c in calls if c.turn and c.policy_step < step]
         account.has_waited_for("agent")
         return Outcome(
             branches=branches,

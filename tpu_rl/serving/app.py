@@ -27,7 +27,7 @@ from tpu_rl.sampler import Score, Scores, Turn, TurnRequest
 from tpu_rl.serving import chat, protocol
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Options, TextRequest
 from tpu_rl.serving.pump import Conversations, Distribution, Pump
-from tpu_rl.serving.record import Call, Record, call_key
+from tpu_rl.serving.record import Call, call_key
 from tpu_rl.serving.replies import Accepted, Item, Items, Reply, TextStream
 from tpu_rl.tokenizers import Tokenizer, conversations
 
@@ -40,19 +40,6 @@ MOST_IDLE = 2
 """Conversations of an episode whose caches are kept although no call uses them."""
 MOST_EXCHANGES = 256
 """Exchanges that a server without episodes remembers."""
-
-
-class OpenCall(NamedTuple):
-    """A call that is under way."""
-
-    prompt: list[int]
-    key: np.ndarray
-    """[2] uint32: its random key."""
-    when: int = 0
-    """See `record.Call`, as for `repeats`."""
-    repeats: int = 0
-    logged_turn: Turn | None = None
-    """The turn, if the log of an earlier process has it."""
 
 
 class Account:
@@ -82,18 +69,18 @@ class Account:
         """Return the most tokens of a completion that names no limit, of those that are left."""
         return left
 
-    def begin(self, prompt: list[int], options: Options) -> OpenCall:
+    def begin(self, prompt: list[int], options: Options) -> Call:
         """Return the next call: its prompt and seed.
 
         Raises ApiError if this account may make no further call.
         """
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
-        return OpenCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
+        return Call(prompt, np.array(divmod(seed, 2**32), np.uint32))
 
-    async def admit(self, call: OpenCall) -> None:
+    async def admit(self, call: Call) -> None:
         """Wait until a call may be decoded."""
 
-    def end(self, call: OpenCall, turn: Turn | None) -> None:
+    def end(self, call: Call, turn: Turn | None) -> None:
         """Record the turn of the policy; None if the call failed."""
 
 
@@ -129,7 +116,8 @@ class EpisodeAccount(Account):
             wake: called when a call waits for its round, and when a round ends.
         """
         super().__init__(tokenizer, numbers, most_idle=MOST_IDLE, most_exchanges=None)
-        self.record = Record(log)
+        self.calls = list(log)
+        """Those that were answered."""
         self.policy_step = 0
         """The optimizer steps of the policy that answers."""
         self.num_rounds = 0
@@ -138,7 +126,7 @@ class EpisodeAccount(Account):
         """Calls of later rounds wait."""
         self.does_not_repeat = False
         """True if a call came that the log has not, before all that it has were repeated."""
-        self._unasked = {(tuple(call.prompt), call.repeats): call.turn for call in log}
+        self._unasked = {(tuple(call.prompt), call.repeats): call for call in log}
         self._wake = wake
         self._num_held = 0
         self._changed = asyncio.Event()
@@ -148,7 +136,7 @@ class EpisodeAccount(Account):
         self._first_prompt = first_prompt
         self._is_strict = is_strict
         self._most_calls = most_calls
-        self._calls: Counter[tuple[int, ...]] = Counter()
+        self._asked: Counter[tuple[int, ...]] = Counter()
         self._num_running = 0
         self._when = max((call.when for call in log), default=0)
         self.is_over = False
@@ -180,31 +168,31 @@ class EpisodeAccount(Account):
         # A model that does not stop must not end the conversation with its first answer.
         return left if self._most_calls == 1 else -(-left // 2)
 
-    def begin(self, prompt: list[int], options: Options) -> OpenCall:
-        if self._calls.total() >= self._most_calls:
+    def begin(self, prompt: list[int], options: Options) -> Call:
+        if self._asked.total() >= self._most_calls:
             raise ApiError(
                 403,  # Clients repeat what gets 429, and it would never succeed.
                 f"the episode has had its {self._most_calls} calls (--sampling.max-turns)",
                 code="too_many_calls",
             )
-        repeats = self._calls[tuple(prompt)]
-        logged_turn = self._unasked.pop((tuple(prompt), repeats), None)
-        if logged_turn is None and self._unasked:
+        repeats = self._asked[tuple(prompt)]
+        logged = self._unasked.pop((tuple(prompt), repeats), None)
+        if logged is None and self._unasked:
             self.does_not_repeat = True
             self._wake()
             raise ApiError(410, "the episode does not repeat its calls, and begins anew")
-        self._calls[tuple(prompt)] += 1
-        if logged_turn is not None:
-            return OpenCall(prompt, self._row_key, logged_turn=logged_turn)
+        self._asked[tuple(prompt)] += 1
+        if logged is not None:
+            return logged
         if not self._num_running:
             self._when += 1
             self.has_waited_for("agent")
         self._num_running += 1
         is_first = prompt == self._first_prompt and not repeats
         key = self._row_key if is_first else call_key(self._row_key, prompt, repeats)
-        return OpenCall(prompt, key, self._when, repeats)
+        return Call(prompt, key, self._when, repeats)
 
-    async def admit(self, call: OpenCall) -> None:
+    async def admit(self, call: Call) -> None:
         self._loop = asyncio.get_running_loop()
         while self.num_rounds >= self.most_rounds:
             self._changed.clear()
@@ -214,16 +202,14 @@ class EpisodeAccount(Account):
                 await self._changed.wait()
             except BaseException:
                 # The client gave it up, and may send it once more.
-                self._calls[tuple(call.prompt)] -= 1
+                self._asked[tuple(call.prompt)] -= 1
                 raise
             finally:
                 self._num_held -= 1
 
-    def end(self, call: OpenCall, turn: Turn | None) -> None:
+    def end(self, call: Call, turn: Turn | None) -> None:
         if turn is not None and not self.is_over:
-            self.record.calls.append(
-                Call(call.when, call.prompt, call.repeats, turn, self.policy_step)
-            )
+            self.calls.append(call._replace(turn=turn, policy_step=self.policy_step))
         self._num_running -= 1
         if not self._num_running:
             self.has_waited_for("policy")
@@ -428,9 +414,9 @@ class App:
             yield Turn(-1, [], nothing, nothing, False)
             return
         call = account.begin(prompt, options)
-        if call.logged_turn is not None:
+        if call.turn is not None:
             yield None
-            yield call.logged_turn
+            yield call.turn
             return
         try:
             await account.admit(call)

@@ -9,9 +9,7 @@ one row. One that drops or rewrites its history, asks twice, or has helpers make
 from __future__ import annotations
 
 import hashlib
-import itertools
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,34 +22,34 @@ from tpu_rl.sampler.conversation_sampler import common_prefix
 class Call(NamedTuple):
     """A prompt, and the turn of the policy after it."""
 
-    when: int
-    """Calls that were under way at the same time have one number; later calls have larger ones."""
     prompt: list[int]
-    repeats: int
+    key: np.ndarray
+    """[2] uint32: its random key."""
+    when: int = 0
+    """Calls that were under way at the same time have one number; later calls have larger ones."""
+    repeats: int = 0
     """The number of earlier calls with this prompt."""
-    turn: Turn
+    turn: Turn | None = None
+    """None: it is under way."""
     policy_step: int = 0
     """The optimizer steps that the policy had taken which sampled the turn."""
 
 
-class Record:
-    """The calls of an episode."""
+def branches_of(calls: Iterable[Call]) -> list[Branch]:
+    """Return the branches of the calls of an episode, in the order in which they began.
 
-    def __init__(self, calls: Sequence[Call] = ()):
-        self.calls = list(calls)
+    Those of calls that were made at the same time are ordered by their prompts, so that it does
+    not matter which of them was answered first.
+    """
+    branches: list[Branch] = []
 
-    def branches(self) -> list[Branch]:
-        """Return the branches, in the order in which they began.
+    def order(call: Call) -> tuple[Any, ...]:
+        return call.when, len(call.prompt), call.prompt, call.repeats
 
-        Those of calls that were made at the same time are ordered by their prompts, so that it does
-        not matter which of them was answered first.
-        """
-        branches: list[Branch] = []
-        key = operator.attrgetter("when")
-        for _, calls in itertools.groupby(sorted(self.calls, key=key), key=key):
-            for call in sorted(calls, key=lambda call: (len(call.prompt), *call[1:3])):
-                _add(branches, call.prompt, call.turn)
-        return branches
+    for call in sorted(calls, key=order):
+        assert call.turn is not None
+        _add(branches, call.prompt, call.turn)
+    return branches
 
 
 def _add(branches: list[Branch], prompt: list[int], turn: Turn) -> None:

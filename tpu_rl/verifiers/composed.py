@@ -143,6 +143,11 @@ def gold(value: Any, read: Callable[[str], T | None]) -> T:
     return result
 
 
+def no_score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
+    """Score nothing: stands for a model or a reward that is not named."""
+    return [None] * len(completions)
+
+
 def require(condition: bool, setting: str, fix: str) -> None:
     """Raise InputError if a setting of a reward is impossible."""
     if not condition:

@@ -71,7 +71,7 @@ def judge(
     composed.require(not (criteria and invalid), "criteria=, invalid=", "give one of them")
     choices = YES_NO_INVALID if invalid else YES_NO
     if not model:
-        return _no_model
+        return composed.no_score
     ask = load(model, choices, votes, max_tokens, name)
 
     def score(
@@ -121,7 +121,7 @@ def pair_judge(
     composed.require(rivals > 0, f"pair_judge(rivals={rivals})", "use at least 1")
     decision = _question(question, rubric, IS_BETTER)
     if not model:
-        return _no_model
+        return composed.no_score
     ask = load(model, A_B, votes, max_tokens, name)
 
     def score(
@@ -265,11 +265,6 @@ def _label(value: Any) -> str:
     if text not in ("yes", "no", "invalid", "a", "b"):
         raise ValueError(f"{value!r} is no verdict")
     return text
-
-
-def _no_model(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
-    """Score nothing: stands for a judge without a model."""
-    return [None] * len(completions)
 
 
 VERIFIERS = {

@@ -57,7 +57,7 @@ def for_rows(of: Reward = math_equivalent, column: str = "", values: str = "") -
     `for_rows(of=choice, column=kind, values=letters)` as two rewards. A value is compared as text.
     """
     if not (column and values):
-        return _one_number
+        return composed.no_score
     composed.require(column.isidentifier(), "for_rows(column=)", "name a column of the data")
     names = [name.strip() for name in values.split("|")]
     composed.require(all(names), "for_rows(values=)", "use texts, as in values=algebra|geometry")
@@ -92,12 +92,7 @@ def _with_text(value: Any, text: str, role: str = "assistant") -> Any:
     return messages
 
 
-def _one_number(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
-    """Score nothing: stands for a reward model that is not named."""
-    return [None] * len(completions)
-
-
-def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -> Reward:
+def dense(of: Reward = composed.no_score, separator: str = "", values: bool = False) -> Reward:
     """Return the rewards of the parts of a completion, which add up to the reward model's score.
 
     `dense(of=RUN_DIR)` of a sentence model gives each sentence its share; of a process model the
@@ -106,7 +101,7 @@ def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -
     training, or behind each `separator` of the text (\\n is a new line). With values=true a process
     model gives the changes of its probability from step to step, which add up to the last one.
     """
-    if of is _one_number:
+    if of is composed.no_score:
         return of
     make = of.dense if isinstance(of, DeclaredReward) else None
     composed.require(make is not None, "dense(of=)", "use a reward model: the folder of its run")
@@ -114,7 +109,7 @@ def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -
     return make(separator.replace("\\n", "\n"), values)
 
 
-def consistent(of: Reward = _one_number, penalty: float = 1.0) -> Reward:
+def consistent(of: Reward = composed.no_score, penalty: float = 1.0) -> Reward:
     """Return the mean of the reward `of` over wordings of the prompt, less `penalty` deviations.
 
     The wordings are the prompt and those of the column `rewordings`, a list of texts, which take
@@ -172,7 +167,7 @@ def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:
     """
     composed.require(beta > 0, "implicit(beta=)", "use a number above 0")
     if not (model and reference):
-        return _one_number
+        return composed.no_score
     # Reward workers import this file, and must not load JAX.
     from tpu_rl.verifiers import implicit as implicit_rewards
 
@@ -238,7 +233,7 @@ def environment(
     return list(environment_rewards)
 
 
-def majority(of: Reward = _one_number) -> Reward:
+def majority(of: Reward = composed.no_score) -> Reward:
     """Return 1 for each completion with the most frequent answer of its group, else 0.
 
     No reference is needed (TTRL, arXiv 2504.16084). `majority(of=NAME)` reads and compares answers
@@ -275,7 +270,7 @@ def majority(of: Reward = _one_number) -> Reward:
 
 def _readers(of: Reward) -> Callable[[Sequence[Sequence[str]]], Sequence[Any]]:
     """Return the reader of the answers of groups of completions, which reads as the reward `of`."""
-    if of is _one_number:
+    if of is composed.no_score:
         return lambda groups: [[_answer(text) for text in texts] for texts in groups]
     row = row_of(of)
     readers = AnswerReaders() if row is None else row.readers
