@@ -10,7 +10,6 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.rollout.conversations.episodes import Episodes, require_fit
 from tpu_rl.rollout.requests import Environment
-from tpu_rl.runtime import typed_json
 from tpu_rl.tokenizers import Tokenizer, characters
 
 TEMPLATE = (
@@ -123,7 +122,7 @@ def test_tools_answer_until_a_turn_calls_none():
             3: ["<tool>search</tool> <tool>fly()</tool>", "end"],
         }
         answers = play(episodes, turns)
-        results = episodes.results()
+        results = episodes.by_row
     assert answers == {
         0: [
             "\n<bos>tool\na is x<eos>\n<bos>assistant\n",
@@ -142,7 +141,7 @@ def test_tools_answer_until_a_turn_calls_none():
     assert first.messages[0]["content"] == "I"
     assert first.messages[0]["tool_calls"][0]["function"]["arguments"] == {"query": "a"}
     assert first.messages[-1] == {"role": "assistant", "content": "done"}
-    assert (first.turns, first.tool_calls, first.errors, first.fault) == (3, 3, 0, "")
+    assert (len(first.turn_rewards), first.tool_calls, first.errors, first.fault) == (3, 3, 0, "")
     assert first.observation_tokens == sum(
         len(CHAT.encode(text, special=True)) for text in answers[0]
     )
@@ -156,11 +155,11 @@ def test_the_time_of_an_episode_is_that_of_what_it_waits_for():
         episodes.begin()
         turns = {0: ["<tool>search: slow</tool>", "end"], 1: ["end"]}
         play(episodes, turns)
-        results = episodes.results()
-    kinds = [kind for kind, _ in results[0].waits]
+        results = episodes.by_row
+    kinds = [kind for kind, _ in results[0].log.waits]
     assert kinds == ["reset", "policy", "call", "policy", "reward"]
-    assert results[0].waits[2][1] >= 0.3
-    assert "call" not in dict(results[1].waits)
+    assert results[0].log.waits[2][1] >= 0.3
+    assert "call" not in dict(results[1].log.waits)
 
 
 def test_a_game_ends_when_it_is_done():
@@ -169,7 +168,7 @@ def test_a_game_ends_when_it_is_done():
         prompts = episodes.begin()
         assert [PLAIN.decode(prompts[row]) for row in (0, 1)] == ["5:", "count 9:"]
         answers = play(episodes, {0: ["2", "3"], 1: ["1.", "1.", "1."]}, PLAIN)
-        results = episodes.results()
+        results = episodes.by_row
     assert answers == {0: [" 3:"], 1: [" 8:", " 7:"]}
     assert results[0].turn_rewards == [0.0, 1.0]
     assert results[1].turn_rewards == [0.0, 0.0, 0.0]
@@ -187,7 +186,7 @@ def test_the_episodes_of_a_group_share_their_seed():
         ) as episodes:
             episodes.begin()
             play(episodes, {0: ["1"], 1: ["1"]}, PLAIN)
-            seeds.append([result.state["seed"] for result in episodes.results().values()])
+            seeds.append([result.state["seed"] for result in episodes.by_row.values()])
     assert seeds[0][0] == seeds[0][1]
     assert seeds[0][0] != seeds[1][0]
 
@@ -197,12 +196,12 @@ def test_a_turn_that_is_cut_off_ends_the_episode():
     with episodes_of(Store, rows) as episodes:
         episodes.begin()
         assert play(episodes, {0: [call("a"), call("b")]}, cut=1)[0] != []
-        (result,) = episodes.results().values()
-    assert (result.tool_calls, result.reward, result.turns) == (1, 1.0, 2)
+        (result,) = episodes.by_row.values()
+    assert (result.tool_calls, result.reward, len(result.turn_rewards)) == (1, 1.0, 2)
     with episodes_of(Countdown, [{"prompt": "", "start": 5}], PLAIN) as episodes:
         episodes.begin()
         play(episodes, {0: ["5"]}, PLAIN, cut=0)
-        (result,) = episodes.results().values()
+        (result,) = episodes.by_row.values()
     assert (result.turn_rewards, result.state["left"]) == ([0.0], 5)
 
 
@@ -221,7 +220,7 @@ def test_a_fault_ends_its_own_episode_without_a_reward(row, turns, fault):
     with episodes_of(Store, rows, refuses_long=True) as episodes:
         episodes.begin()
         play(episodes, {0: turns, 1: [call("a"), "end"]})
-        results = episodes.results()
+        results = episodes.by_row
     assert fault in results[0].fault
     assert results[0].reward is None
     assert (results[1].fault, results[1].reward) == ("", 1.0)
@@ -245,7 +244,7 @@ def test_polling_waits_for_nobody_and_only_local_rows_are_run():
             episodes.end(row)
         while any(episodes.poll(wait=True).values()):
             pass
-        assert sorted(episodes.results()) == [2, 3]
+        assert sorted(episodes.by_row) == [2, 3]
 
 
 def test_what_does_not_fit_is_refused_before_a_run():
@@ -272,7 +271,7 @@ def test_a_long_answer_is_cut(length):
     with episodes_of(Store, rows) as episodes:
         episodes.begin()
         answers = play(episodes, {0: [call("a"), "end"]})
-        (result,) = episodes.results().values()
+        (result,) = episodes.by_row.values()
     assert answers[0] == [f"\n<bos>tool\na is {'x' * 27}...[cut]<eos>\n<bos>assistant\n"]
     # Reward functions see what the policy has read.
     assert result.messages[1]["content"] == f"a is {'x' * 27}...[cut]"
@@ -285,7 +284,7 @@ def test_of_several_answers_the_long_ones_are_cut():
     with episodes_of(Store, rows, max_observation_tokens=120) as episodes:
         episodes.begin()
         answers = play(episodes, {0: [turn, "end"]})
-        (result,) = episodes.results().values()
+        (result,) = episodes.by_row.values()
     first, second, third, error = [message["content"] for message in result.messages[1:5]]
     assert first == "a is x"
     assert second.endswith("b...[cut]")
@@ -338,9 +337,9 @@ def test_no_answer_of_a_tool_ends_an_episode():
     with episodes_of(Loud, rows, max_turns=20) as episodes:
         episodes.begin()
         answers = play(episodes, {0: [*turns, unknown, "end"]})
-        (result,) = episodes.results().values()
+        (result,) = episodes.by_row.values()
     assert (result.fault, len(answers[0])) == ("", len(words) + 1)
-    json.dumps(typed_json.to_json(result), ensure_ascii=False).encode("utf-8")
+    json.dumps([result.messages, result.state], ensure_ascii=False).encode("utf-8")
 
 
 def test_a_template_whose_calls_cannot_be_read_is_refused_before_the_run():
@@ -359,7 +358,7 @@ def test_a_template_whose_calls_cannot_be_read_is_refused_before_the_run():
         with episodes_of(Store, rows, silent) as episodes:
             episodes.begin()
             play(episodes, {0: [call("b"), "x"]}, silent)
-            (result,) = episodes.results().values()
+            (result,) = episodes.by_row.values()
         assert result.fault.startswith(fault)
         assert bool(result.fault) == bool(fault)
         assert result.tool_calls == (not fault)

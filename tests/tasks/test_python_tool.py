@@ -56,7 +56,7 @@ def test_a_scripted_policy_runs_programs_that_can_do_no_harm():
         episodes.on_turn(0, [*tokenizer.encode("5050"), tokenizer.eos_ids[0]], True)
         while episodes.poll(wait=True) != {0: None}:
             pass
-        (result,) = episodes.results().values()
+        (result,) = episodes.by_row.values()
     assert (result.tool_calls, result.errors, result.reward, result.fault) == (5, 0, None, "")
 
 

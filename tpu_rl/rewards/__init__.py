@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         Scores,
         apply,
         as_answers,
-        limited_to_share,
         of_rows,
         requested_columns,
         require_columns,

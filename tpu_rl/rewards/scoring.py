@@ -354,19 +354,6 @@ def as_answers(prompts: Sequence[Any], texts: Sequence[str], converses: bool = F
     ]
 
 
-def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Reward:
-    """Return the function with the time limit of a share of a batch.
-
-    Args:
-        function: only `IsolatedReward` has limits; others are returned unchanged.
-        share: from 0 to 1.
-        seconds_spent: what the function has already spent on this batch.
-    """
-    if isinstance(function, IsolatedReward):
-        return function.limited_to_share(share, seconds_spent)
-    return function
-
-
 def of_rows(
     functions: Mapping[str, Reward], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Reward]:

@@ -83,7 +83,6 @@ class Scorer(NamedTuple):
             self.tokenizer.decode_answer,
         )
 
-    @contextmanager
     def streaming(
         self,
         rows: list[Row],
@@ -91,15 +90,14 @@ class Scorer(NamedTuple):
         max_groups: int | None = None,
         step: int = 0,
         is_truncated: Callable[[list[int]], bool] | None = None,
-    ) -> Iterator[StreamingRewards]:
-        """Yield a function that computes rewards of complete groups during sampling.
+    ) -> StreamingRewards:
+        """Return what computes rewards of complete groups during sampling.
 
-        If sampling fails or is interrupted, questions that wait are dropped. `max_groups` is the
-        number of groups that will be asked about, if these are not all. For the others see
-        `StreamingRewards`.
+        `max_groups` is the number of groups that will be asked about, if these are not all. For the
+        others see `StreamingRewards`.
         """
         prompt_of, columns = scoring.repeat_rows(rows, group_size)
-        streaming = StreamingRewards(
+        return StreamingRewards(
             self.reward_functions,
             prompt_of,
             columns,
@@ -110,11 +108,6 @@ class Scorer(NamedTuple):
             step,
             is_truncated,
         )
-        try:
-            yield streaming
-        except BaseException:  # Ctrl-C too.
-            streaming.cancel()
-            raise
 
     def resume(
         self, sampled: Sampled, is_truncated: Callable[[list[int]], bool] | None = None

@@ -44,14 +44,14 @@ from tpu_rl.data import Row
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
-from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
+from tpu_rl.rollout.branches import Branch, FinishedEpisode, sampled_episodes, to_rollout
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedRequest, LoggedTurn
 from tpu_rl.rollout.conversations.episodes import without_images
 from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Agent
-from tpu_rl.rollout.scoring import EpisodeOutcomes, PartialGroup, Sampled
+from tpu_rl.rollout.scoring import PartialGroup, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes, typed_json
 from tpu_rl.sampler import ConversationSampler, TurnRequest
@@ -119,30 +119,6 @@ def make_agent_engine(agent: Agent, decoding: Decoding, scorer: Scorer) -> Engin
     """Return the engine whose completions are the episodes of an agent."""
     engine = _AgentEngine(agent, decoding, scorer)
     return Engine(engine.generate, scorer)
-
-
-class Outcome(NamedTuple):
-    """What became of an episode."""
-
-    branches: list[Branch]
-    reward: float | None
-    fault: str
-    messages: list[dict[str, Any]]
-    """The last conversation, from the first message of the policy on."""
-    calls: int
-    is_truncated: bool
-    """It failed after its conversation had filled the room for tokens."""
-    waits: list[tuple[str, float]]
-    """As in `EpisodeOutcomes`."""
-    policy_step: int
-    """The optimizer steps of the policy that answered first."""
-    num_earlier: int
-    """The number of tokens that earlier requests sampled."""
-
-    @property
-    def actions(self) -> list[int]:
-        """The tokens that the policy chose."""
-        return [token for branch in self.branches for token in branch.actions]
 
 
 class _Service(NamedTuple):
@@ -214,7 +190,7 @@ class _Running:
     episodes: dict[int, _Episode] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
     """Rounds of each episode that `rounds` knows of."""
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, FinishedEpisode] = field(default_factory=dict)
     judged: set[int] = field(default_factory=set)
     """Local groups whose episodes are over."""
 
@@ -248,7 +224,7 @@ class _Running:
             )
         ]
 
-    def end(self, number: int, outcome: Outcome) -> None:
+    def end(self, number: int, outcome: FinishedEpisode) -> None:
         """Note how an episode ended."""
         self.outcomes[number] = outcome
         self.rounds.end(number - self.first)
@@ -272,7 +248,7 @@ class _Running:
             )
 
     @property
-    def complete(self) -> dict[int, Outcome]:
+    def complete(self) -> dict[int, FinishedEpisode]:
         """The outcomes of the groups that are complete."""
         return {
             number: outcome
@@ -333,14 +309,21 @@ class _AgentEngine:
         signals.mark(decoding.purpose, "rewards", request.step)
         numbers = sorted(outcomes)
         groups = [number // group_size for number in numbers[::group_size]]
-        sampled = self._sampled(
-            [request.rows[group] for group in groups],
-            [outcomes[number] for number in numbers],
-            idle_seconds,
+        episodes = [outcomes[number] for number in numbers]
+        rollout = to_rollout(
+            [episode.branches for episode in episodes],
             keys[numbers],
             group_size,
-            images,
+            self._limits.max_model_len,
+            decoding.config.pad_id,
+            np.array([episode.policy_step for episode in episodes]),
         )
+        if images is not None:
+            rollout = images.with_own_images(rollout)
+        is_scored = any(episode.reward is not None for episode in episodes)
+        rows = [request.rows[group] for group in groups]
+        sampled = sampled_episodes(episodes, rollout, rows, is_scored, self._scorer.tokenizer)
+        assert sampled.episodes is not None
         unfinished = [episode.log() for episode in self._unfinished.values()]
         left = [row for group, row in enumerate(request.rows) if group not in groups]
         return replace(
@@ -351,11 +334,12 @@ class _AgentEngine:
                 PartialGroup(row, logs=unfinished[number * group_size :][:group_size])
                 for number, row in enumerate(left)
             ],
-            num_resumed_tokens=sum(outcome.num_earlier for outcome in outcomes.values()),
+            num_resumed_tokens=sum(episode.num_earlier for episode in episodes),
             streamed_rewards=functools.partial(
                 streaming.answers, groups if request.first_groups else None
             ),
             cancel_rewards=streaming.cancel,
+            episodes=replace(sampled.episodes, idle_seconds=idle_seconds),
         )
 
     def _run(
@@ -367,7 +351,7 @@ class _AgentEngine:
         streaming: StreamingRewards,
         images: ImageTable | None,
         rounds: Rounds,
-    ) -> tuple[dict[int, Outcome], float]:
+    ) -> tuple[dict[int, FinishedEpisode], float]:
         """Run all local episodes, until those that the step takes are over.
 
         Reward functions judge a group once its episodes are over. Returns the outcomes of all
@@ -408,7 +392,8 @@ class _AgentEngine:
                     account.is_over = True
                     for conversation in account.conversations.open:
                         pump.close(conversation)
-                    running.end(number, self._outcome(account, reply))
+                    prompt = request.rows[number // group_size].get("prompt", "")
+                    running.end(number, self._outcome(prompt, account, reply))
                 running.allow_rounds()
                 running.judge(streaming)
             outcomes = running.complete
@@ -469,7 +454,7 @@ class _AgentEngine:
             file=sys.stderr,
         )
 
-    def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
+    def _outcome(self, prompt: Any, account: EpisodeAccount, reply: Reply) -> FinishedEpisode:
         fault = reply.fault
         reward = reply.reward
         is_truncated = bool(fault and account.overlong and account.calls)
@@ -498,13 +483,21 @@ class _AgentEngine:
         step = account.policy_step
         earlier = [len(c.turn.tokens) for c in calls if c.turn and c.policy_step < step]
         account.has_waited_for("agent")
-        return Outcome(
-            branches=branches,
-            reward=reward,
-            fault=fault,
-            messages=messages,
-            calls=len(calls),
-            is_truncated=is_truncated,
+        counts = {
+            "turns": len(calls),
+            "branches": len(branches) or 1,
+            "errors": int(bool(fault)),
+            "truncated": int(is_truncated),
+            "observation_tokens": sum(branch.num_observed for branch in branches),
+        }
+        return FinishedEpisode(
+            NAME,
+            prompt,
+            messages,
+            branches or [_no_calls(self._scorer.tokenizer)],
+            counts,
+            reward,
+            fault,
             waits=account.waits,
             policy_step=calls[0].policy_step if calls else step,
             num_earlier=sum(earlier),
@@ -560,65 +553,6 @@ class _AgentEngine:
         server.start()
         return _Service(app, server, accounts)
 
-    # --- rows ---
-
-    def _sampled(
-        self,
-        rows: list[Row],
-        outcomes: list[Outcome],
-        idle_seconds: float,
-        keys: np.ndarray,
-        group_size: int,
-        images: ImageTable | None,
-    ) -> Sampled:
-        tokenizer = self._scorer.tokenizer
-        all_branches = [outcome.branches or [_no_calls(tokenizer)] for outcome in outcomes]
-        rollout = to_rollout(
-            all_branches,
-            keys,
-            group_size,
-            self._limits.max_model_len,
-            self._decoding.config.pad_id,
-            np.array([outcome.policy_step for outcome in outcomes]),
-        )
-        if images is not None:
-            rollout = images.with_own_images(rollout)
-        of_episodes = episode_rows(rollout, all_branches, tokenizer)
-        counts = np.array([len(branches) for branches in all_branches])
-        last = last_rows(of_episodes)
-        rewards = np.array([np.nan if o.reward is None else o.reward for o in outcomes], np.float32)
-        episodes = EpisodeOutcomes(
-            names=[NAME] * len(outcomes),
-            is_scored=bool(np.isfinite(rewards).any()),
-            rewards=rewards,
-            turn_rewards=np.zeros(last.tokens.shape, np.float32),
-            faults=[outcome.fault for outcome in outcomes],
-            messages=[outcome.messages for outcome in outcomes],
-            states=[{} for _ in outcomes],
-            idle_seconds=idle_seconds,
-            waits=[outcome.waits for outcome in outcomes],
-            counts={
-                "turns": np.array([outcome.calls for outcome in outcomes]),
-                "branches": counts,
-                "errors": np.array([bool(outcome.fault) for outcome in outcomes], int),
-                "truncated": np.array([outcome.is_truncated for outcome in outcomes], int),
-                "observation_tokens": np.array(
-                    [sum(branch.num_observed for branch in o.branches) for o in outcomes]
-                ),
-            },
-        )
-        return Sampled(
-            rollout=last,
-            rows=rows,
-            prompts=[
-                prompts.as_text(row.get("prompt", "")) for row in rows for _ in range(group_size)
-            ],
-            completions=[prompts.as_text(outcome.messages) for outcome in outcomes],
-            lengths=np.add.reduceat(rollout.action_mask.sum(-1), of_episodes.last + 1 - counts),
-            episodes=episodes,
-            episode_rows=of_episodes,
-        )
-
 
 def _no_calls(tokenizer: Tokenizer) -> Branch:
     """Return the row of an episode without calls, which is not scored: an end of sequence."""
@@ -634,7 +568,7 @@ def _share(items: list[Item]) -> list[list[Item]]:
     return typed_json.gather(items, PendingTurn, TurnRequest, Distribution)
 
 
-def _shared(outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
+def _shared(outcomes: dict[int, FinishedEpisode]) -> dict[int, FinishedEpisode]:
     """Return the outcomes of all processes' episodes."""
-    gathered = typed_json.gather(outcomes, Outcome, Branch)
+    gathered = typed_json.gather(outcomes, FinishedEpisode, Branch)
     return {number: one for of_process in gathered for number, one in of_process.items()}

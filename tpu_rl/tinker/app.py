@@ -23,6 +23,7 @@ import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 
+from tpu_rl.ranges import In
 from tpu_rl.serving import http
 from tpu_rl.serving.http import Endpoint
 from tpu_rl.serving.protocol import ApiError, Fields
@@ -53,13 +54,14 @@ REFUSED_ROUTES = {
 }
 """A word of a path that is refused -> why."""
 ADAM = {
-    "learning_rate": 1e-4,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-12,
-    "weight_decay": 0.0,
-    "grad_clip_norm": 0.0,
+    "learning_rate": (1e-4, In("[0, 1e3]")),
+    "beta1": (0.9, In("[0, 1)")),
+    "beta2": (0.95, In("[0, 1)")),
+    "eps": (1e-12, In("(0, inf)")),
+    "weight_decay": (0.0, In("[0, 1e3]")),
+    "grad_clip_norm": (0.0, In("[0, inf)")),
 }
+"""Setting -> its default, and its interval in float32. Larger rates overflow."""
 CLIENT_CONFIG = {"use_pyqwest_transport": False, "sample_use_retrieve_futures": False}
 
 Answer = dict[str, Any]
@@ -83,8 +85,7 @@ AUDITED = frozenset(
 """Methods whose requests the audit log has."""
 MOST_ABOUT = 2**14
 """Characters of what a client says about a session, a training client or a state."""
-MOST_RATE = 1e3
-"""The largest learning rate and weight decay. Larger ones overflow."""
+MOST = float(np.finfo(np.float32).max)
 
 
 def application(
@@ -377,31 +378,22 @@ class TinkerApp:
         params = Fields(adam if adam is not None else older or {}, "adam_params")
         params.only("type", "adamw", "adam")
         settings = {}
-        for name, default in ADAM.items():
-            value = params.take(name, NUMBER, lambda x: abs(x) <= float(np.finfo(np.float32).max))
+        for name, (default, interval) in ADAM.items():
+            value = params.take(name, NUMBER, lambda x: abs(x) <= MOST)
             settings[name] = default if value is None else float(value)
+            if float(np.float32(settings[name])) not in interval:
+                raise ApiError(400, f"{name} = {value} must be {interval}", name)
         params.finish()
-        for name, value in settings.items():
-            is_right = {
-                "learning_rate": 0 <= value <= MOST_RATE,
-                "beta1": 0 <= np.float32(value) < 1,
-                "beta2": 0 <= np.float32(value) < 1,
-                "weight_decay": 0 <= value <= MOST_RATE,
-                "grad_clip_norm": value >= 0,
-                "eps": np.float32(value) > 0,
-            }
-            if not is_right.get(name, True):
-                raise ApiError(400, f"{name} = {value} is out of range", name)
         service = self.service
         return lambda: {"metrics": service.learner.step(service.adapter(run), settings)}
 
     # --- saving and loading ---
 
-    def _save(
-        self, fields: Fields, run: Run, kind: str, name: str, answer: str, overwrite: bool = False
-    ) -> Work:
-        path = f"{SCHEME}{run.model_id}/{kind}/{name}"
+    def _save(self, kind: str, answer: str, fields: Fields, run: Run) -> Work:
+        path = f"{SCHEME}{run.model_id}/{kind}/{fields.require('path', str)}"
         store.parse(path)
+        overwrite = fields.flag("overwrite")
+        fields.only("age_encryption_recipients", [])
         seconds = fields.take("ttl_seconds", int, _is_lifetime)
         metadata = fields.take("user_metadata", dict, _is_short)
         about = {"base": self.service.store.base, "metadata": metadata}
@@ -415,26 +407,16 @@ class TinkerApp:
         return work
 
     def save_weights(self, fields: Fields) -> Answer:
-        def read(fields: Fields, run: Run) -> Work:
-            name = fields.require("path", str)
-            overwrite = bool(fields.take("overwrite", bool))
-            return self._save(fields, run, "weights", name, "save_weights", overwrite)
-
-        return self._queued(fields, read)
+        return self._queued(fields, functools.partial(self._save, "weights", "save_weights"))
 
     def save_external(self, fields: Fields) -> Answer:
-        def read(fields: Fields, run: Run) -> Work:
-            fields.only("age_encryption_recipients", [])
-            name = fields.require("path", str)
-            return self._save(fields, run, "external_weights", name, "save_weights_external")
-
-        return self._queued(fields, read)
+        save = functools.partial(self._save, "external_weights", "save_weights_external")
+        return self._queued(fields, save)
 
     def save_for_sampler(self, fields: Fields) -> Answer:
         return self._queued(fields, self._save_for_sampler)
 
     def _save_for_sampler(self, fields: Fields, run: Run) -> Work:
-        name = fields.take("path", str)
         number = fields.take("sampling_session_seq_id", int)
         kind = fields.take("kind", str) or "snapshot"
         answer = "save_weights_for_sampler"
@@ -445,11 +427,11 @@ class TinkerApp:
                 "from; use snapshots",
                 "kind",
             )
-        if name is not None:
-            return self._save(fields, run, "sampler_weights", name, answer)
+        if fields.has("path"):
+            return self._save("sampler_weights", answer, fields, run)
         if number is None:
             raise ApiError(400, "path or sampling_session_seq_id is missing")
-        fields.ignore("ttl_seconds", "user_metadata")
+        fields.ignore("path", "ttl_seconds", "user_metadata")
         service = self.service
         session_id = run.model_id.partition(":")[0]
 

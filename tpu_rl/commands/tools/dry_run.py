@@ -109,7 +109,7 @@ def first_prompt(config: ExperimentConfig, row: Row, tokenizer: Tokenizer) -> Ex
         seed=config.seed,
     ) as episodes:
         token_ids = episodes.begin()[0]
-        fault = episodes.fault(0)
+        fault = episodes.by_row[0].fault
     description = environment.pool.description(row)
     if fault:
         raise InputError(

@@ -18,7 +18,7 @@ turns. The next turn then begins a row of its own, which reads the rewritten his
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,17 +28,17 @@ import numpy as np
 
 from tpu_rl import sampler
 from tpu_rl.rollout import prompts, scoring, signals
-from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
+from tpu_rl.rollout.branches import Branch, FinishedEpisode, sampled_episodes, to_rollout
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedTurn
-from tpu_rl.rollout.conversations.episodes import EpisodeResult, Episodes, History
+from tpu_rl.rollout.conversations.episodes import Episode, Episodes, History
 from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.image_prompts import ImageTable
-from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
-from tpu_rl.rollout.scoring import EpisodeOutcomes, PartialGroup, Sampled
+from tpu_rl.rollout.requests import Decoding, Environment, RolloutRequest, Scorer
+from tpu_rl.rollout.scoring import PartialGroup, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest, slots
-from tpu_rl.types import Params, Purpose, Rollout
+from tpu_rl.types import Params, Purpose
 
 
 @dataclass
@@ -75,11 +75,6 @@ class _Conversation:
         return [token for branch in self.branches for token in branch.actions]
 
     @property
-    def num_observed(self) -> int:
-        """The number of tokens that the policy read after its first turn."""
-        return sum(branch.num_observed for branch in self.branches)
-
-    @property
     def logged_turn(self) -> sampler.Turn | None:
         """The next turn, if the log has it."""
         number = len(self.turn_ends)
@@ -100,6 +95,32 @@ class _Conversation:
         branch, end = self.turn_ends[-1]
         del self.branches[branch + 1 :]
         self.branches[-1].cut(end)
+
+    def finished(self, environment: Environment, episode: Episode) -> FinishedEpisode:
+        """Return the episode with what its environment says about it."""
+        # A turn that the environment never saw has no reward.
+        turns = list(zip(self.turn_ends, episode.turn_rewards, strict=False))
+        given = [r for r in (*episode.turn_rewards, episode.reward) if r is not None]
+        return FinishedEpisode(
+            environment.pool.description(episode.row).name,
+            episode.prompt,
+            episode.messages,
+            self.branches,
+            {
+                "turns": len(self.turn_ends),
+                "tool_calls": episode.tool_calls,
+                "errors": episode.errors,
+                "observation_tokens": sum(branch.num_observed for branch in self.branches),
+            },
+            sum(given) if given else None,
+            episode.fault,
+            [(*place, reward) for place, reward in turns if reward],
+            episode.log.waits,
+            episode.state,
+            episode.images,
+            self.turns[0].policy_step,
+            self.num_earlier,
+        )
 
 
 def generate(
@@ -166,45 +187,34 @@ def generate(
         groups = sorted(rounds.complete)
         complete_rows = [row for group in groups for row in _rows_of(group, group_size)]
         episodes.unfinished = set(episodes.logs) - set(complete_rows)
-        local_results = {row: episodes.result(row) for row in complete_rows if row in episodes.logs}
-        result_of = _shared(local_results)
-    results = [result_of[row] for row in complete_rows]
-    conversations = [conversations[row] for row in complete_rows]
-    for conversation in conversations:
-        conversation.end()
+        for row in complete_rows:
+            conversations[row].end()
+        finished_of = _shared(
+            {
+                row: conversations[row].finished(environment, episodes.by_row[row])
+                for row in complete_rows
+                if row in episodes.logs
+            }
+        )
+    finished = [finished_of[row] for row in complete_rows]
     config = decoding.config
-    branches = [conversation.branches for conversation in conversations]
     rollout = to_rollout(
-        branches,
+        [episode.branches for episode in finished],
         keys[complete_rows],
         group_size,
         columns + config.max_new_tokens,
         config.pad_id,
-        np.array([conversation.turns[0].policy_step for conversation in conversations]),
+        np.array([episode.policy_step for episode in finished]),
     )
     if images is not None:
         rollout = images.with_own_images(rollout)
-    turn_rewards = _turn_rewards(conversations, results, rollout)
-    rows = None
-    if rollout.episode_id is not None:
-        rows = episode_rows(replace(rollout, rewards=turn_rewards), branches, scorer.tokenizer)
-        rollout = last_rows(rows)
-        turn_rewards = np.zeros(rollout.action_mask.shape, np.float32)
     group_rows = [request.rows[group] for group in groups]
-    names = [environment.pool.description(row).name for row in group_rows]
-    outcomes = _outcomes(
-        np.repeat(names, group_size).tolist(),
-        environment.is_scored,
-        conversations,
-        results,
-        turn_rewards,
+    sampled = sampled_episodes(
+        finished, rollout, group_rows, environment.is_scored, scorer.tokenizer
     )
-    return Sampled(
-        rollout=rollout,
-        rows=group_rows,
-        prompts=[prompts.as_text(result.prompt) for result in results],
-        completions=[prompts.as_text(result.messages) for result in results],
-        lengths=np.array([len(conversation.actions) for conversation in conversations]),
+    assert sampled.episodes is not None
+    return replace(
+        sampled,
         step=request.step,
         seconds=time.perf_counter() - began,
         unfinished=[
@@ -212,11 +222,10 @@ def generate(
             for group, row in enumerate(request.rows)
             if group not in groups
         ],
-        num_resumed_tokens=sum(conversation.num_earlier for conversation in conversations),
+        num_resumed_tokens=sum(episode.num_earlier for episode in finished),
         streamed_rewards=partial(streaming.answers, groups if request.first_groups else None),
         cancel_rewards=streaming.cancel,
-        episodes=replace(outcomes, idle_seconds=idle_seconds),
-        episode_rows=rows,
+        episodes=replace(sampled.episodes, idle_seconds=idle_seconds),
     )
 
 
@@ -305,7 +314,7 @@ def _converse(
             if over.issuperset(rows):
                 judged.add(group)
                 of = [row for row in rows if local.start <= row < local.stop]
-                messages = {row: episodes.result(row).messages for row in of}
+                messages = {row: episodes.by_row[row].messages for row in of}
                 streaming.on_answered(messages, {row: conversations[row].actions for row in of})
     return idle_seconds
 
@@ -356,52 +365,5 @@ def _next_turn(row: int, conversation: _Conversation, config: SamplerConfig) -> 
 
 def _shared(values: Mapping[int, Any]) -> dict[int, Any]:
     """Return the values of all processes' rows."""
-    gathered = typed_json.gather(dict(values), EpisodeResult, History)
+    gathered = typed_json.gather(dict(values), FinishedEpisode, Branch, History)
     return {row: value for of_process in gathered for row, value in of_process.items()}
-
-
-def _turn_rewards(
-    conversations: list[_Conversation], results: Sequence[EpisodeResult], rollout: Rollout
-) -> np.ndarray:
-    """Return the rewards of turns on their last actions, [rows, T] float32."""
-    placed = np.zeros(rollout.action_mask.shape, np.float32)
-    first_row = 0
-    for conversation, result in zip(conversations, results, strict=True):
-        # A turn that the environment never saw has no reward.
-        turns = zip(conversation.turn_ends, result.turn_rewards, strict=False)
-        for (branch, end), reward in turns:
-            placed[first_row + branch, end - 1] = reward or 0.0
-        first_row += len(conversation.branches)
-    return placed
-
-
-def _outcomes(
-    names: list[str],
-    is_scored: bool,
-    conversations: list[_Conversation],
-    ordered: Sequence[EpisodeResult],
-    turn_rewards: np.ndarray,
-) -> EpisodeOutcomes:
-    """Return the environment's outcomes of the episodes."""
-    totals = np.full(len(conversations), np.nan, np.float32)
-    for row, result in enumerate(ordered):
-        given = [reward for reward in (*result.turn_rewards, result.reward) if reward is not None]
-        if given:
-            totals[row] = sum(given)
-    return EpisodeOutcomes(
-        names=names,
-        is_scored=is_scored,
-        rewards=totals,
-        turn_rewards=turn_rewards,
-        faults=[result.fault for result in ordered],
-        messages=[result.messages for result in ordered],
-        states=[result.state for result in ordered],
-        images=[result.images for result in ordered] if any(r.images for r in ordered) else [],
-        counts={
-            "turns": np.array([len(text.turn_ends) for text in conversations]),
-            "tool_calls": np.array([result.tool_calls for result in ordered]),
-            "errors": np.array([result.errors for result in ordered]),
-            "observation_tokens": np.array([text.num_observed for text in conversations]),
-        },
-        waits=[result.waits for result in ordered],
-    )

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from tpu_rl.data import Row
 from tpu_rl.environments.contract import CUT
 from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
 from tpu_rl.errors import InputError
-from tpu_rl.plain_values import fields_of
 from tpu_rl.rollout import prompts
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedAnswer
 from tpu_rl.rollout.image_prompts import ImageTable
@@ -64,13 +63,14 @@ class History(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class EpisodeResult:
-    """What became of an episode."""
+class Episode:
+    """An episode: what became of it so far, and what it waits for."""
 
     prompt: str | list[Message]
     """The prompt that the policy read, with the first observation."""
     messages: list[Message] = field(default_factory=list)
-    """The turns of the policy and the messages between them, as reward functions see them."""
+    """The turns of the policy and the messages between them; at its end as reward functions see
+    them."""
     turn_rewards: list[float | None] = field(default_factory=list)
     """The reward of each turn. None: the environment gave none. 0 for a turn of a game that was cut
     off, which earned nothing."""
@@ -86,19 +86,6 @@ class EpisodeResult:
     """The environment's public attributes at the end."""
     images: list[bytes] = field(default_factory=list)
     """The images that the environment showed, as files."""
-    waits: list[tuple[str, float]] = field(default_factory=list)
-    """As in `EpisodeOutcomes`."""
-
-    @property
-    def turns(self) -> int:
-        """The number of turns that the policy took."""
-        return len(self.turn_rewards)
-
-
-@dataclass(kw_only=True)
-class _Episode(EpisodeResult):
-    """An episode in the making."""
-
     row: Row
     log: EpisodeLog
     pool_id: int
@@ -174,12 +161,12 @@ class Episodes:
             log = self.old_logs[row] if self.old_logs else None
             group_id = self.first_row_id + row - row % group_size
             self.logs[row] = log or EpisodeLog(_seed(self.seed, self.step, group_id))
-        self._episodes = {
+        self.by_row: dict[int, Episode] = {
             row: self._new_episode(self.rows[row // group_size], log)
             for row, log in self.logs.items()
         }
 
-    def _new_episode(self, row: Row, log: EpisodeLog) -> _Episode:
+    def _new_episode(self, row: Row, log: EpisodeLog) -> Episode:
         description = self._pool.description(row)
         prompt = row.get("prompt")
         if prompt is None:
@@ -188,7 +175,7 @@ class Episodes:
         is_chat = not isinstance(prompt, str) or self.tokenizer.wraps(prompt)
         if is_chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        return _Episode(
+        return Episode(
             row=row,
             log=log,
             pool_id=next(_pool_ids) if log.pool_id is None else log.pool_id,
@@ -202,7 +189,7 @@ class Episodes:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        for row, episode in self._episodes.items():
+        for row, episode in self.by_row.items():
             lives_on = error is None and row in self.unfinished
             if not episode.is_over and not lives_on:
                 self._pool.release(episode.pool_id)
@@ -214,7 +201,7 @@ class Episodes:
         Raises InputError if a prompt of the data is too long, with the tools that it shows.
         """
         restoring = []
-        for episode in self._episodes.values():
+        for episode in self.by_row.values():
             episode.since = time.perf_counter()
             state = episode.log.lost_state()
             if state is not None:
@@ -236,7 +223,7 @@ class Episodes:
             episode.lost = restored.result().fault
         known: dict[Any, tuple[Any, list[int], str | None, str]] = {}
         prompt_ids = {}
-        for row, episode in self._episodes.items():
+        for row, episode in self.by_row.items():
             reply = _reply(episode)
             episode.images += reply.images
             key = (row // self.group_size, reply.text, reply.images)
@@ -255,7 +242,7 @@ class Episodes:
             token_ids: the turn, with its end.
             stopped: whether it ended by itself. Otherwise it was cut off at a limit.
         """
-        episode = self._episodes[row]
+        episode = self.by_row[row]
         episode.has_waited_for("policy")
         if episode.fault:
             # Its reset failed, so nothing can be asked of it.
@@ -273,7 +260,7 @@ class Episodes:
 
     def end(self, row: int) -> None:
         """End an episode that has no room for another turn. `poll` reports when it is over."""
-        self._begin_reward(self._episodes[row])
+        self._begin_reward(self.by_row[row])
 
     def poll(self, wait: bool = False) -> dict[int, list[int] | History | None]:
         """Return local row -> token ids to append, a rewritten `History`, or None at the end.
@@ -283,35 +270,19 @@ class Episodes:
         """
         news = self._news()
         if not news and wait:
-            pending = [episode.pending for episode in self._episodes.values() if episode.pending]
+            pending = [episode.pending for episode in self.by_row.values() if episode.pending]
             futures.wait(pending, WAIT_SECONDS, futures.FIRST_COMPLETED)
             news = self._news()
         return news
 
     def has_ended(self, row: int) -> bool:
         """Return True if nothing but its reward may follow in a local episode."""
-        episode = self._episodes[row]
+        episode = self.by_row[row]
         return episode.is_over or episode.waits_for == "reward"
-
-    def results(self) -> dict[int, EpisodeResult]:
-        """Return local row -> what became of its episode. All must be over."""
-        return {row: self.result(row) for row in self._episodes}
-
-    def fault(self, row: int) -> str:
-        """Return the reason why a local episode cannot go on; "" if it can."""
-        return self._episodes[row].fault
-
-    def result(self, row: int) -> EpisodeResult:
-        """Return the result of a local episode that is over."""
-        episode = self._episodes[row]
-        of_result = {part.name for part in fields(EpisodeResult)}
-        values = {name: value for name, value in fields_of(episode).items() if name in of_result}
-        messages = [without_images(message) for message in episode.messages]
-        return EpisodeResult(**values | {"messages": messages, "waits": episode.log.waits})
 
     # --- what begins ---
 
-    def _begin_calls(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
+    def _begin_calls(self, episode: Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Call the tools that a turn asks for, or end the episode."""
         turn = self.tokenizer.parse_turn(
             token_ids, episode.tools, episode.is_chat, episode.call_format
@@ -328,7 +299,7 @@ class Episodes:
         else:
             self._wait_for(episode, "call", finished(Reply()))
 
-    def _begin_step(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
+    def _begin_step(self, episode: Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Give a game the text of a turn."""
         text = self.tokenizer.decode(token_ids)
         for stop_string in self.stop_strings:
@@ -341,12 +312,12 @@ class Episodes:
             episode.turn_rewards[-1] = 0.0
             self._begin_reward(episode)
 
-    def _begin_reward(self, episode: _Episode) -> None:
+    def _begin_reward(self, episode: Episode) -> None:
         """Ask for the reward of an episode that has ended, and for its environment's state."""
         self._ask(episode, "reward", partial(self._pool.reward, episode.pool_id))
 
     def _answer_to(
-        self, episode: _Episode, ask: str, question: Callable[[], Future[Reply]]
+        self, episode: Episode, ask: str, question: Callable[[], Future[Reply]]
     ) -> Future[Reply]:
         """Return the answer of the log; if it has none, that of the environment."""
         answers = episode.log.answers
@@ -359,10 +330,10 @@ class Episodes:
             return finished(Reply(fault=f"its log has an answer to {answer.to}, and not to {ask}"))
         return answer.reply
 
-    def _ask(self, episode: _Episode, ask: str, question: Callable[[], Future[Reply]]) -> None:
+    def _ask(self, episode: Episode, ask: str, question: Callable[[], Future[Reply]]) -> None:
         self._wait_for(episode, ask, self._answer_to(episode, ask, question))
 
-    def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
+    def _wait_for(self, episode: Episode, ask: str, future: Future[Reply]) -> None:
         episode.waits_for = ask
         episode.pending = future
 
@@ -371,7 +342,7 @@ class Episodes:
     def _news(self) -> dict[int, list[int] | History | None]:
         """Return row -> ids to append, None at its end, of episodes whose answers have arrived."""
         news = {}
-        for row, episode in self._episodes.items():
+        for row, episode in self.by_row.items():
             # One answer may lead to another question, which is answered at once.
             while episode.pending is not None and episode.pending.done():
                 token_ids = self._follow(episode)
@@ -379,7 +350,7 @@ class Episodes:
                     news[row] = token_ids
         return news
 
-    def _follow(self, episode: _Episode) -> list[int] | History | None:
+    def _follow(self, episode: Episode) -> list[int] | History | None:
         """Return the ids that an answer appends; None if it is none, or ends the episode."""
         asked = episode.waits_for
         reply = _reply(episode)
@@ -387,6 +358,7 @@ class Episodes:
             episode.fault = episode.fault or reply.fault
             episode.reward = None if episode.fault else reply.reward
             episode.state = reply.state
+            episode.messages = [without_images(message) for message in episode.messages]
             episode.is_over = True
             self._pool.release(episode.pool_id)
             return None
@@ -407,7 +379,7 @@ class Episodes:
         return token_ids
 
     def _tool_messages(
-        self, episode: _Episode, results: Sequence[ToolResult]
+        self, episode: Episode, results: Sequence[ToolResult]
     ) -> list[dict[str, Any]]:
         """Return a message for each call of a turn, in order."""
         remaining = list(results)
@@ -424,7 +396,7 @@ class Episodes:
         return messages
 
     def _encode_observation(
-        self, episode: _Episode, earlier: list[Message], messages: list[Message]
+        self, episode: Episode, earlier: list[Message], messages: list[Message]
     ) -> tuple[list[int] | History | None, list[Message]]:
         """Return the ids of an observation, and its messages, which may have been cut.
 
@@ -468,7 +440,7 @@ class Episodes:
         return token_ids if history is None else History(history), seen
 
     def _written(
-        self, episode: _Episode, earlier: list[Message], messages: list[Message]
+        self, episode: Episode, earlier: list[Message], messages: list[Message]
     ) -> tuple[list[int], list[int] | None]:
         """Return the ids of an observation, and those of the whole text if it is rewritten."""
         shown = [*sources_of(episode.row), *episode.images]
@@ -525,7 +497,7 @@ class Episodes:
         return self.tokenizer.decode(token_ids[:length]).rstrip("\ufffd") + CUT
 
     def _first_prompt(
-        self, episode: _Episode, text: str | None
+        self, episode: Episode, text: str | None
     ) -> tuple[str | list[Message], list[int], str | None, str]:
         """Return an episode's prompt with the text that `reset` returned, its ids, the format of
         its calls, and a fault."""
@@ -549,7 +521,7 @@ class Episodes:
                 fault = fault or f"{error.what}: {error.why}"
         return prompt, token_ids, call_format, fault
 
-    def _encode_prompt(self, episode: _Episode, prompt: str | list[Message]) -> list[int]:
+    def _encode_prompt(self, episode: Episode, prompt: str | list[Message]) -> list[int]:
         """Return the ids of a prompt, with the tools that it shows."""
         if not prompt:
             # Only where `reset` should have given the prompt, and gave none.
@@ -594,7 +566,7 @@ def _is_ours(message: Message) -> bool:
     return message.get("name") == ""
 
 
-def _reply(episode: _Episode) -> Reply:
+def _reply(episode: Episode) -> Reply:
     """Return the answer that an episode waits for."""
     assert episode.pending is not None
     reply = episode.pending.result()
