@@ -111,7 +111,7 @@ def test_records_have_the_images_and_rewards_read_texts(rolled):
 def test_equal_images_have_equal_ids_and_rows_get_their_own():
     tokenizer = picture_tokenizer()
     red, blue = (Image.new("RGB", (32, 32), color) for color in ("red", "blue"))
-    features: Any = image_prompts.of_model(picture_model()[0])
+    features: Any = image_prompts.with_images(picture_model()[0])
     table = ImageTable(tokenizer, features)
     first = table.place(tokenizer.encode_prompt(f"{MARK}{MARK}a"), [red, blue])
     again = table.place(tokenizer.encode_prompt(f"{MARK}b"), [blue.copy()])

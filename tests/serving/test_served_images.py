@@ -72,7 +72,7 @@ def url(color, kind="PNG"):
 @pytest.fixture(scope="module")
 def ask():
     """Return a function (path, body) -> (status, answer)."""
-    features: Any = image_prompts.of_model(picture_model()[0])
+    features: Any = image_prompts.with_images(picture_model()[0])
     table = ImageTable(TOKENIZER, features, 64)
     pump = Pump(Writer)  # pyright: ignore[reportArgumentType]
     account = app.Account(TOKENIZER, itertools.count(), most_idle=2)

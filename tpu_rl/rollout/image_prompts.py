@@ -46,32 +46,22 @@ class ImageFeatures(NamedTuple):
         return self.insert(params, self.compute(params, images))
 
 
-def with_images(model: Model, select: Select) -> ImageFeatures | None:
+def with_images(model: Model, select: Select | None = None) -> ImageFeatures | None:
     """Return the function that gives a role's params the features of images; None for a model that
-    reads texts only."""
+    reads texts only. Without `select`, the params are the whole tree."""
     if model.config.vision is None:
         return None
     features = models.image_features(model)
 
+    def compute(params: Params, images: Any) -> Any:
+        return features(params if select is None else select(params), images)
+
     def insert(params: Params, made: Any) -> Params:
+        if select is None:
+            return params | {FEATURES: made}
         return params | {select.name: params[select.name] | {FEATURES: made}}
 
-    return ImageFeatures(
-        lambda params, images: features(select(params), images),
-        insert,
-        model.config.vision.piece_shape,
-    )
-
-
-def of_model(model: Model) -> ImageFeatures | None:
-    """Return `with_images` of a model whose params are the whole tree."""
-    if model.config.vision is None:
-        return None
-    return ImageFeatures(
-        models.image_features(model),
-        lambda params, made: params | {FEATURES: made},
-        model.config.vision.piece_shape,
-    )
+    return ImageFeatures(compute, insert, model.config.vision.piece_shape)
 
 
 def table(

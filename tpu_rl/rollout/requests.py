@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -195,18 +195,13 @@ class Decoding:
         step: int,
         row_ids: np.ndarray,
         *,
-        policy_step: int = 0,
-        limits: np.ndarray | None = None,
-        stop_at: sampler.StopAt | None = None,
-        on_finished: sampler.OnFinished | None = None,
-        on_verified: sampler.OnVerified | None = None,
-        resumed: Sequence[PartialCompletion | None] | None = None,
-        stop_when: Callable[[np.ndarray], bool] | None = None,
         images: np.ndarray | None = None,
+        **settings: Any,
     ) -> Rollout:
-        """Complete prompts of token ids with the policy; see `sampler.sample` for the arguments.
+        """Complete prompts of token ids with the policy.
 
-        `images` [I, C, H, W] are those that the prompts refer to (`image_prompts.table`).
+        `images` [I, C, H, W] are those that the prompts refer to (`image_prompts.table`). The
+        settings are those of `sampler.sample` that say nothing of the policy.
         """
         with self.on_its_mesh():
             policy_params = self.policy.params(params)
@@ -219,15 +214,9 @@ class Decoding:
                 prompts,
                 sampler.run_key(self.seed, self.purpose, step),
                 self.config,
-                limits=limits,
                 row_ids=row_ids,
-                policy_step=policy_step,
                 mesh=self.policy.mesh,
-                on_finished=on_finished,
-                stop_at=stop_at,
                 on_segment=signals.between_segments,
                 drafter=self.policy.drafter,
-                on_verified=on_verified,
-                resumed=resumed,
-                stop_when=stop_when,
+                **settings,
             )

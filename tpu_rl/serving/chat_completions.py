@@ -90,11 +90,6 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
     ]
 
 
-def _common(envelope: Envelope, kind: str) -> dict[str, Any]:
-    head = {"id": f"chatcmpl-{envelope.number}", "object": kind}
-    return head | {"created": envelope.created, "model": envelope.model}
-
-
 def _shown(envelope: Envelope, tokens: list[tuple[int, float]]) -> dict[str, Any] | None:
     """Return the log-probs of tokens, if the request wants them."""
     if not envelope.options.logprobs:
@@ -112,7 +107,7 @@ def answer(envelope: Envelope, reply: Reply) -> dict[str, Any]:
     choice = {"index": 0, "message": message, "finish_reason": reply.finish}
     pairs = list(zip(turn.tokens, turn.log_probs.tolist(), strict=True))
     choice |= {"token_ids": turn.tokens, "logprobs": _shown(envelope, pairs)}
-    return _common(envelope, "chat.completion") | {
+    return envelope.head("chatcmpl", "chat.completion") | {
         "usage": usage(reply),
         "prompt_token_ids": reply.prompt,
         "choices": [choice],
@@ -122,7 +117,7 @@ def answer(envelope: Envelope, reply: Reply) -> dict[str, Any]:
 async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
     """Yield the events of a stream: one for each token, then the calls and the end."""
 
-    head = _common(envelope, "chat.completion.chunk")
+    head = envelope.head("chatcmpl", "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None, **further: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **further}

@@ -111,12 +111,6 @@ def _alternatives(tokenizer: Tokenizer, ids: list[int], values: list[float]) -> 
     return {tokenizer.decode([i], skip_special=False): value for i, value in reversed(pairs)}
 
 
-def _head(envelope: Envelope) -> dict[str, Any]:
-    """Return the head of an answer."""
-    head = {"id": f"cmpl-{envelope.number}", "object": "text_completion"}
-    return head | {"created": envelope.created, "model": envelope.model}
-
-
 def answer(
     envelope: Envelope, request: TextRequest, replies: list[Reply], scores: list[Scores | None]
 ) -> dict[str, Any]:
@@ -128,15 +122,17 @@ def answer(
     counts = [usage(reply) for reply in replies]
     total = {key: sum(count[key] for count in counts) for key in counts[0]}
     ids = {"prompt_token_ids": replies[0].prompt} if len(replies) == 1 else {}
-    return _head(envelope) | {"usage": total, "choices": choices} | ids
+    return envelope.head("cmpl", "text_completion") | {"usage": total, "choices": choices} | ids
 
 
 async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
     """Yield the events of a stream: one for each token, then the end."""
 
+    head = envelope.head("cmpl", "text_completion")
+
     def chunk(text: str, finish: str | None = None, **further: Any) -> bytes:
         shown = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None, **further}
-        return event(_head(envelope) | {"choices": [shown]})
+        return event(head | {"choices": [shown]})
 
     async for item in items:
         if isinstance(item, Piece):
@@ -149,7 +145,9 @@ async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
         elif isinstance(item, Reply):
             yield chunk(item.rest, item.finish)
             if envelope.options.stream_usage:
-                yield event(_head(envelope) | {"choices": [], "usage": usage(item)})
+                yield event(
+                    envelope.head("cmpl", "text_completion") | {"choices": [], "usage": usage(item)}
+                )
             yield b"data: [DONE]\n\n"
 
 

@@ -79,6 +79,11 @@ class Envelope(NamedTuple):
     options: Options
     tokenizer: Tokenizer
 
+    def head(self, prefix: str, kind: str) -> dict[str, Any]:
+        """Return the keys with which OpenAI's completions begin."""
+        head = {"id": f"{prefix}-{self.number}", "object": kind}
+        return head | {"created": self.created, "model": self.model}
+
 
 class Protocol(NamedTuple):
     """A route for conversations."""

@@ -47,13 +47,9 @@ def bind(host: str, port: int) -> socket.socket:
     Raises InputError if the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
-        bound.listen(128)
+        return socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
-        bound.close()
         is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise InputError(
             f"port {port} is taken" if is_taken else f"the server cannot use {host}:{port}",
@@ -61,7 +57,6 @@ def bind(host: str, port: int) -> socket.socket:
             why=str(error),
             fix="end the program that has it, or give another --port",
         ) from None
-    return bound
 
 
 def _protocol() -> type:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -80,7 +80,7 @@ def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> DeclaredR
 
 
 def references(
-    name: str, values: Sequence[Any], read: Callable[[Any], T], expected: str
+    name: str, values: Iterable[Any], read: Callable[[Any], T], expected: str
 ) -> list[T]:
     """Read each value of the data's column `name` by `read`.
 

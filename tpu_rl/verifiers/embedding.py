@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.environments import text_of
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.rewards import reward_model, spans
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
+from tpu_rl.verifiers import composed
 
 BATCH_ROWS = 32
 """Texts per call."""
@@ -42,15 +42,9 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        for row, text in enumerate(answer):
-            if not isinstance(text, str) or not text.strip():
-                raise InputError(
-                    "the column 'answer' of the data has no text to resemble",
-                    where=f"row {row} of those scored together",
-                    fix="write a reference answer, or drop the row",
-                )
+        gold = composed.references("answer", answer, _gold, "a text to resemble, or drop the row")
         texts = [spans.without_thoughts(text_of(completion)) for completion in completions]
-        vectors = vectors_of([*texts, *answer])
+        vectors = vectors_of([*texts, *gold])
         cosines = (vectors[: len(texts)] * vectors[len(texts) :]).sum(-1)
         return [
             0.0 if not text.strip() else None if np.isnan(cosine) else float(cosine)
@@ -69,6 +63,12 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
         return vectors
 
     return reward
+
+
+def _gold(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("it has no text")
+    return value
 
 
 def embeddings(model: Model, params: Params, tokens: Array, mask: Array, pooling: str) -> Array:

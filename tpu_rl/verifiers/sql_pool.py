@@ -16,7 +16,7 @@ from tpu_rl.rewards.verifier import with_settings
 from tpu_rl.rewards.worker_pool import Pool
 from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.runtime.worker_child import shorten
-from tpu_rl.verifiers import sql_queries
+from tpu_rl.verifiers import composed, sql_queries
 
 MEMORY_BYTES = 2 * 2**30
 SECONDS = sql_queries.SECONDS + 2
@@ -59,7 +59,9 @@ def _reward(function: str, folder: str, value: Any, scores_empty: bool) -> Rewar
         database: Sequence[Any],
         **_: Any,
     ) -> list[float | RewardFailure | None]:
-        databases = [_find(str(name), folder, row) for row, name in enumerate(database)]
+        expected = "a SQLite file, a script with CREATE TABLE, or sql(folder=DIRECTORY)"
+        find = functools.partial(_find, folder)
+        databases = composed.references("database", map(str, database), find, expected)
         golds = [str(query) for query in answer]
         checks = [_check(*pair) for pair in zip(golds, databases, strict=True)]
         for row, (gold, fault) in enumerate(zip(golds, checks, strict=True)):
@@ -118,7 +120,7 @@ def _say_empty() -> None:
     )
 
 
-def _find(name: str, folder: str, row: int) -> str:
+def _find(folder: str, name: str) -> str:
     """Return a script as it is, or the path of a database."""
     if sql_queries.is_script(name):
         return name
@@ -126,12 +128,7 @@ def _find(name: str, folder: str, row: int) -> str:
     paths = [base / name, *(base / name / f"{name}.{end}" for end in ("sqlite", "db"))]
     found = next((path for path in paths if path.is_file()), None)
     if found is None:
-        raise InputError(
-            "no such database",
-            where=f"row {row} of those scored together: {shorten(name)}",
-            why=f"there is none of {', '.join(map(str, paths))}",
-            fix="write a SQLite file, a script with CREATE TABLE, or sql(folder=DIRECTORY)",
-        )
+        raise ValueError(f"no such database: there is none of {', '.join(map(str, paths))}")
     return str(found)
 
 

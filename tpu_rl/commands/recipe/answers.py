@@ -195,7 +195,7 @@ def decoding(
             models.policy(language.model),
             lambda tree: tree,
             mesh,
-            with_images=image_prompts.of_model(language.model),
+            with_images=image_prompts.with_images(language.model),
         ),
         settings,
         config.sampling.max_prompt_tokens if config.agent else answer_accuracy.ANY_LENGTH,

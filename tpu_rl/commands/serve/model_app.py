@@ -88,7 +88,7 @@ def make(
     language.model.config.require_length(length, "--max-model-len")
     mesh = compose.make_mesh(MeshConfig())
     score = text_scorer(models.role(language.model, lambda tree: tree), mesh)
-    features = image_prompts.of_model(language.model)
+    features = image_prompts.with_images(language.model)
     images = features and ImageTable(language.tokenizer, features, MOST_IMAGES)
     return App(
         Pump(sampler_factory(language, params, sizes, images)),
