@@ -94,7 +94,7 @@ def scored_tree(rewards: list[float]) -> Scored:
         parts={},
         faults=[""] * num_rows,
         rows=[{}],
-        seconds_rollout=1.0,
+        seconds=1.0,
         seconds_reward=0.0,
     )
 

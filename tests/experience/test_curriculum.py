@@ -45,7 +45,17 @@ def scored(rows, rates, group=4) -> Scored:
     texts = [""] * count
     parts = {"right": passes}
     lengths = np.ones(count, np.int64)
-    return Scored(rollout, texts, texts, lengths, passes, parts, texts, rows, 0.0, 0.0)
+    return Scored(
+        rollout=rollout,
+        prompts=texts,
+        completions=texts,
+        lengths=lengths,
+        rewards=passes,
+        parts=parts,
+        faults=texts,
+        rows=rows,
+        seconds_reward=0.0,
+    )
 
 
 def step(curriculum: Curriculum, rate_of) -> list[str]:

@@ -37,7 +37,7 @@ def scored_completions(rewards: list[float], group_size: int) -> Scored:
         parts={},
         faults=texts,
         rows=[{} for _ in range(n // group_size)],
-        seconds_rollout=1.0,
+        seconds=1.0,
         seconds_reward=0.0,
     )
 

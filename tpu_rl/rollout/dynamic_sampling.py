@@ -140,7 +140,7 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
         changed["parent"] = renumbered(parents, rows)
     texts = ("prompts", "completions", "faults")
     values = ("lengths", "rewards", "parts")
-    sums = ("seconds_rollout", "seconds_reward", "drafts", "tokens_of_drafts")
+    sums = ("seconds", "seconds_reward", "drafts", "tokens_of_drafts")
     joined = {
         name: _joined([fields_of(scored)[name] for scored in rounds])
         for name in (*texts, *values, *sums)

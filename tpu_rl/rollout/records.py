@@ -67,7 +67,7 @@ def metrics(scored: Scored) -> dict[str, float]:
             row[f"time/episode_{name}_p50"] = float(np.percentile(seconds, 50))
             row[f"time/episode_{name}_p90"] = float(np.percentile(seconds, 90))
     row["time/reward"] = sampled.seconds_reward
-    return row | speed(sampled.lengths, sampled.seconds_rollout)
+    return row | speed(sampled.lengths, sampled.seconds)
 
 
 def is_judged(scored: Scored) -> bool:

@@ -122,12 +122,12 @@ class EpisodeRows(NamedTuple):
         return self._replace(rollout=replace(self.rollout, rewards=scaled))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampled:
     """Completions without rewards. Unless noted, arrays and lists have one entry per completion."""
 
     rollout: Rollout
-    """Its rewards are zero."""
+    """Its rewards are zero, until they are scored."""
     rows: list[Row]
     """The data row of each group. Completions of one prompt are neighbors."""
     prompts: list[str]
@@ -158,15 +158,10 @@ class Sampled:
     """If episodes may have several rows. Everything else then describes the last row of each."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Completions with rewards. Arrays and lists have one entry per completion."""
+@dataclass(frozen=True, kw_only=True)
+class Scored(Sampled):
+    """Completions with rewards, which its rollout has, too."""
 
-    rollout: Rollout
-    prompts: list[str]
-    completions: list[str]
-    lengths: np.ndarray
-    """[N] int: number of sampled tokens."""
     rewards: np.ndarray
     """[N] float32: the sum of all reward terms; NaN where a completion is not scored. All zero if
     there are no reward functions."""
@@ -175,15 +170,8 @@ class Scored:
     faults: list[str]
     """The error with which a reward function failed on the completion, or the reason that it gives
     for its reward; "" if there is none."""
-    rows: list[Row]
-    """The data row of each group."""
-    seconds_rollout: float
     seconds_reward: float
     """Time spent waiting for rewards after the last row had ended."""
-    drafts: int = 0
-    tokens_of_drafts: int = 0
-    episodes: EpisodeOutcomes | None = None
-    """If the completions are conversations with an environment."""
     chosen_from: tuple[Scored, ...] = ()
     """With dynamic sampling or a filter: everything that was sampled, from which these groups were
     chosen. Metrics describe all of it."""
@@ -259,20 +247,13 @@ def score(
         if weights is not None:
             turn_rewards = turn_rewards * weights[:, None]
             episode_rows = episode_rows and episode_rows.with_weights(weights)
+    rollout = place_rewards(sampled.rollout, scores.totals, turn_rewards)
     scored = Scored(
-        rollout=place_rewards(sampled.rollout, scores.totals, turn_rewards),
-        prompts=sampled.prompts,
-        completions=sampled.completions,
-        lengths=sampled.lengths,
+        **fields_of(sampled) | {"rollout": rollout, "episode_rows": None},
         rewards=scores.totals,
         parts=scores.parts,
         faults=_fault_messages(scores.faults, len(prompts)),
-        rows=sampled.rows,
-        seconds_rollout=sampled.seconds,
         seconds_reward=time.perf_counter() - began,
-        drafts=sampled.drafts,
-        tokens_of_drafts=sampled.tokens_of_drafts,
-        episodes=sampled.episodes,
     )
     return scored if episode_rows is None else by_row(scored, episode_rows)
 
