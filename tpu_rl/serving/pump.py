@@ -43,6 +43,14 @@ class PendingTurn(NamedTuple):
     """True if the call wants the tokens as they are drawn."""
 
 
+class Caller(NamedTuple):
+    """A caller of this process that waits for a turn."""
+
+    turn: PendingTurn
+    future: Future[Turn]
+    on_grown: OnGrown | None
+
+
 class Work(NamedTuple):
     """Another computation for the thread that owns the devices."""
 
@@ -78,17 +86,13 @@ class Pump:
         """Those that were used last come last."""
         self._decoding: dict[int, PendingTurn] = {}
         """By conversation: the turns that are being decoded, of all processes."""
-        self._futures: dict[int, Future[Turn]] = {}
-        """By conversation: those who wait, of this process."""
-        self._on_grown: dict[int, OnGrown] = {}
-        """By conversation: those who watch, of this process."""
+        self._callers: dict[int, Caller] = {}
+        """By conversation."""
         self._sampler_of: dict[int, ConversationSampler] = {}
         self._work: list[Work] = []
         self.idle_seconds = 0.0
         """Time in which `step` waited for calls, and decoded nothing."""
-        self._incoming: queue.SimpleQueue[
-            tuple[PendingTurn, Future[Turn], OnGrown | None] | Work | int | None
-        ] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[Caller | Work | int | None] = queue.SimpleQueue()
         """None only wakes the thread."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -105,7 +109,7 @@ class Pump:
         """
         future: Future[Turn] = Future()
         turn = PendingTurn(distribution, request, on_grown is not None)
-        self._put((turn, future, on_grown), future)
+        self._put(Caller(turn, future, on_grown), future)
         return future
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
@@ -153,18 +157,16 @@ class Pump:
                 continue
             for turn in sampler.step():
                 del self._decoding[turn.conversation]
-                self._on_grown.pop(turn.conversation, None)
-                future = self._futures.pop(turn.conversation, None)
-                if future is not None:
-                    future.set_result(turn)
+                self._answer(turn.conversation, turn)
             watched = [
                 conversation
                 for conversation, turn in self._decoding.items()
                 if turn.is_watched and self._sampler_of.get(conversation) is sampler
             ]
             for turn in sampler.grown(watched) if watched else ():
-                if turn.conversation in self._on_grown:
-                    self._on_grown[turn.conversation](turn)
+                caller = self._callers.get(turn.conversation)
+                if caller is not None and caller.on_grown is not None:
+                    caller.on_grown(turn)
 
     def end(self, error: Exception) -> None:
         """Answer all calls with an error, also those to come, and free the caches."""
@@ -175,10 +177,10 @@ class Pump:
     def fail(self, error: Exception) -> None:
         """Answer all calls so far with an error, after a failure of `step`, and free the caches."""
         self._drain(0.0)
-        for future in (*self._futures.values(), *(work.future for work in self._work)):
-            future.set_exception(error)
-        self._futures.clear()
-        self._on_grown.clear()
+        for conversation in list(self._callers):
+            self._answer(conversation, error)
+        for work in self._work:
+            work.future.set_exception(error)
         self._work.clear()
         self._decoding.clear()
         self._samplers.clear()
@@ -205,14 +207,22 @@ class Pump:
                 if item.future.set_running_or_notify_cancel():
                     self._work.append(item)
                 continue
-            if not isinstance(item, int):
-                item, future, on_grown = item
-                if not future.set_running_or_notify_cancel():
+            if isinstance(item, Caller):
+                if not item.future.set_running_or_notify_cancel():
                     continue
-                self._futures[item.request.conversation] = future
-                if on_grown is not None:
-                    self._on_grown[item.request.conversation] = on_grown
+                self._callers[item.turn.request.conversation] = item
+                item = item.turn
             items.append(item)
+
+    def _answer(self, conversation: int, answer: Turn | Exception) -> None:
+        """Answer the caller of a conversation, if it is one of this process."""
+        caller = self._callers.pop(conversation, None)
+        if caller is None:
+            return
+        if isinstance(answer, Exception):
+            caller.future.set_exception(answer)
+        else:
+            caller.future.set_result(answer)
 
     def _begin(self, turn: PendingTurn) -> None:
         conversation = turn.request.conversation
@@ -220,10 +230,7 @@ class Pump:
             self._sampler(turn).submit([turn.request])
         # A request must not end the server, such as one for which no program compiles.
         except Exception as error:
-            self._on_grown.pop(conversation, None)
-            future = self._futures.pop(conversation, None)
-            if future is not None:
-                future.set_exception(error)
+            self._answer(conversation, error)
             return
         self._decoding[conversation] = turn
 
@@ -250,10 +257,7 @@ class Pump:
         if sampler is not None:
             sampler.close(conversation)
         self._decoding.pop(conversation, None)
-        self._on_grown.pop(conversation, None)
-        future = self._futures.pop(conversation, None)
-        if future is not None:
-            future.set_exception(Closed())
+        self._answer(conversation, Closed())
 
 
 def _do(work: Work) -> None:

@@ -87,7 +87,6 @@ class Job:
     """What a client waits for."""
 
     request_id: str
-    session: Session
     size: int
     """Bytes of the request, then of its result."""
     work: Callable[[], Result] | None = None
@@ -97,12 +96,12 @@ class Job:
     """When the result was fetched first."""
 
     def finish(self, result: Result) -> None:
-        self.session.hold(self, len(result) if isinstance(result, bytes) else OBJECT_BYTES)
+        self.size = len(result) if isinstance(result, bytes) else OBJECT_BYTES
         if not self.future.done():
             self.future.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        self.session.hold(self, OBJECT_BYTES)
+        self.size = OBJECT_BYTES
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -161,8 +160,6 @@ class Session:
     jobs: dict[str, Job] = field(default_factory=dict)
     sampling: deque[Sampling] = field(default_factory=deque)
     """Requests that wait for slots."""
-    held: int = 0
-    """Bytes of `jobs`."""
     failures: list[str] = field(default_factory=list)
     """Why states of it could not be saved at its end."""
     num_saves: int = 0
@@ -171,24 +168,14 @@ class Session:
     def name(self, kind: str, number: int) -> str:
         return f"{self.session_id}:{kind}:{number}"
 
-    def add(self, job: Job) -> None:
-        """Hold a new request."""
-        with self.owner.service.lock:
-            self.jobs[job.request_id] = job
-            self.held += job.size
-
-    def hold(self, job: Job, size: int) -> None:
-        """Hold so many bytes of a request from now on, if it is still here."""
-        with self.owner.service.lock:
-            if job.request_id in self.jobs:
-                self.held += size - job.size
-                job.size = size
+    @property
+    def held(self) -> int:
+        """Bytes of `jobs`."""
+        return sum(job.size for job in self.jobs.values())
 
     def forget(self, is_old: Callable[[Job], bool]) -> None:
-        """Drop requests."""
-        with self.owner.service.lock:
-            for name in [name for name, job in self.jobs.items() if is_old(job)]:
-                self.held -= self.jobs.pop(name).size
+        """Drop requests. The caller holds the lock of the service."""
+        self.jobs = {name: job for name, job in self.jobs.items() if not is_old(job)}
 
 
 class Snapshots:
@@ -368,8 +355,8 @@ class Sessions:
                     400, f"the next request of {model_id} is {run.next_number}, not {number}"
                 )
             self.service.make_room(session, size)
-            job = Job(request_id, session, size, work)
-            session.add(job)
+            job = Job(request_id, size, work)
+            session.jobs[request_id] = job
             run.waiting[number] = job
             run.last_request = time.time()
         self.service.wake()
@@ -402,8 +389,8 @@ class Sessions:
                 if len(session.sampling) >= MOST_WAITING:
                     raise ApiError(429, f"{MOST_WAITING} requests of the session wait")
                 self.service.make_room(session, request.size)
-                job = Job(request_id, session, request.size)
-                session.add(job)
+                job = Job(request_id, request.size)
+                session.jobs[request_id] = job
                 session.sampling.append(Sampling(job, request, sampler.snapshot))
         self.service.wake()
         return request_id
@@ -645,9 +632,8 @@ class Service:
             if session.status is None and now - session.seen > SESSION_SECONDS:
                 finished = session.about.get("finish")
                 self._end(session, finished or {"type": "cancelled", "detail": "no heartbeat"})
-            session.forget(
-                lambda job: job.retrieved is not None and now - job.retrieved > RETRIEVED_SECONDS
-            )
+            with self.lock:
+                session.forget(lambda job: now - (job.retrieved or now) > RETRIEVED_SECONDS)
             while len(session.samplers) > MOST_SAMPLERS:
                 oldest = session.samplers.pop(next(iter(session.samplers)))
                 if isinstance(oldest.snapshot, int):
@@ -684,7 +670,7 @@ class Service:
             session.status = status
             for job in session.jobs.values():
                 job.fail(error)
-            session.forget(lambda job: True)
+            session.jobs.clear()
             session.sampling.clear()
             samplers = list(session.samplers.values())
             session.samplers.clear()
