@@ -122,7 +122,7 @@ def test_the_program_itself_makes_one_branch(name, tmp_path):
         pytest.skip(f"{program.package} is not installed")
     reward, recorded = asyncio.run(played(program, tmp_path))
     assert [entry for entry in recorded.requests if entry["body"] and entry["status"] != 200] == []
-    assert len(branches_of(recorded.account.calls)) == 1
+    assert len(branches_of(recorded.account.turns)) == 1
     assert len(posted(recorded)) == len(program.answers)
     assert reward == 1
 
@@ -142,7 +142,7 @@ def test_what_a_program_sends_makes_one_branch(name):
     with programs.served(program.answers) as recorded:
         for request in stored["requests"]:
             assert ask(recorded, request["path"], request["body"])
-        calls = recorded.account.calls
+        calls = recorded.account.turns
     assert len(calls) == len(program.answers)
     [branch] = branches_of(calls)
     written = [token for call in calls for token in call.turn.tokens]

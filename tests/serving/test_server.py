@@ -16,11 +16,12 @@ from tests.fixtures.fake_sampler import CALL, HOT, LIMITS, TEMPLATE, TOKENIZER, 
 from tpu_rl import tokenizers
 from tpu_rl.commands.serve import serve
 from tpu_rl.errors import InputError
+from tpu_rl.rollout.conversations.episode_log import Call, LoggedTurn
 from tpu_rl.sampler import Turn, TurnRequest
 from tpu_rl.serving import app, chat, http, routes, server
 from tpu_rl.serving.protocol import Options
 from tpu_rl.serving.pump import Distribution, Pump
-from tpu_rl.serving.record import Call, branches_of, call_key
+from tpu_rl.serving.record import branches_of, call_key
 
 ROW_KEY = np.array([3, 4], np.uint32)
 
@@ -109,7 +110,7 @@ def test_openai_client_with_tools_over_two_turns(running):
     added = second.model_extra["prompt_token_ids"][len(whole) :]
     assert second.model_extra["prompt_token_ids"][: len(whole)] == whole
     assert TOKENIZER.decode(added, skip_special=False) == "<bos>tfound<eos><bos>a"
-    [branch] = branches_of(account.calls)
+    [branch] = branches_of(account.turns)
     assert branch.tokens == whole + added + second.choices[0].model_extra["token_ids"]
     chosen = [
         TOKENIZER.decode(branch.tokens[: i + 1])[-1:] for i, a in enumerate(branch.is_action) if a
@@ -126,7 +127,7 @@ def test_a_text_has_control_tokens_where_the_client_wrote_its_own_template(runni
     account = running.begin()
     expected = [*TOKENIZER.prefix_ids, *TOKENIZER.encode("<bos>ua<eos>", special=True)]
     running.ask("/v1/completions", {"prompt": "<bos>ua<eos>"})
-    assert account.calls[0].prompt == expected
+    assert account.turns[0].call.prompt == expected
     assert len(expected) == len(TOKENIZER.prefix_ids) + 4
     # In a message such a literal is text.
     chat = running.ask("/v1/chat/completions", {"messages": [user("<eos>")]})[1]
@@ -141,7 +142,7 @@ def test_rewritten_history_and_repeated_prompts_are_branches(running):
     assert running.chat([user("hello"), said, user("more")])[0] == 200
     changed = {"role": "assistant", "content": "no"}
     assert running.chat([user("hello"), changed, user("more")])[0] == 200
-    first, again, rewritten = branches_of(account.calls)
+    first, again, rewritten = branches_of(account.turns)
     prompt = len(TOKENIZER.render([user("hello")]))
     assert (again.parent, again.shared) == (0, prompt)
     # The third call continued the second: a message names no call, and that one is the last.
@@ -166,7 +167,7 @@ def test_token_ids_in_and_out(running):
         "token": f"token_id:{choice['token_ids'][1]}",
         "logprob": -2.0,
     }
-    assert branches_of(account.calls)[0].truncated
+    assert branches_of(account.turns)[0].truncated
     stop = {"prompt": [5, 26, 6], "stop": "stop"}
     text = running.ask("/v1/completions", stop)[1]["choices"][0]
     assert (text["text"], text["finish_reason"], text["stop_reason"]) == ("a ", "stop", "stop")
@@ -220,7 +221,7 @@ def test_bad_requests_get_one_message(running, name):
     answer = running.ask(path, body, **settings)
     assert answer[0] == status
     assert text in answer[1]["message"]
-    assert not account.calls
+    assert not account.turns
 
 
 def test_an_episode_has_a_limited_number_of_calls(running):
@@ -250,11 +251,11 @@ def test_a_prompt_extends_the_branch_that_it_repeats_as_a_whole():
     first, second, third = branches_of(
         [
             # These two were made at the same time, and the second was answered first.
-            Call([1, 2], ROW_KEY, 1, 1, turn(7)),
-            Call([1, 2], ROW_KEY, 1, 0, turn(7, 8)),
+            LoggedTurn(turn(7), 0, Call([1, 2], ROW_KEY, 1, 1)),
+            LoggedTurn(turn(7, 8), 0, Call([1, 2], ROW_KEY, 1, 0)),
             # Both begin with 1, 2, 7: only one of them is extended as a whole.
-            Call([1, 2, 7, 5], ROW_KEY, 2, 0, turn(9)),
-            Call([4], ROW_KEY, 3, 0, turn(9)),
+            LoggedTurn(turn(9), 0, Call([1, 2, 7, 5], ROW_KEY, 2, 0)),
+            LoggedTurn(turn(9), 0, Call([4], ROW_KEY, 3, 0)),
         ]
     )
     assert first.tokens == [1, 2, 7, 8]

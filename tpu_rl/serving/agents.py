@@ -45,7 +45,7 @@ from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, FinishedEpisode, sampled_episodes, to_rollout
-from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedRequest, LoggedTurn
+from tpu_rl.rollout.conversations.episode_log import EpisodeLog
 from tpu_rl.rollout.conversations.episodes import without_images
 from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
@@ -58,7 +58,7 @@ from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Distribution, Item, PendingTurn, Pump
-from tpu_rl.serving.record import Call, branches_of
+from tpu_rl.serving.record import branches_of
 from tpu_rl.serving.server import LOOPBACK, Server, bind, require_packages
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import sources_of
@@ -168,15 +168,8 @@ class _Episode:
 
     def log(self) -> EpisodeLog:
         """Return the log, by which it goes on in another step."""
-        calls = self.account.calls
-        return EpisodeLog(
-            seed=0,
-            key=self.key,
-            turns=[LoggedTurn(call.turn, call.policy_step) for call in calls if call.turn],
-            requests=[LoggedRequest(call.when, call.prompt, call.repeats) for call in calls],
-            pool_id=self.pool_id,
-            end=self.end,
-        )
+        turns = self.account.turns
+        return EpisodeLog(0, self.key, turns, pool_id=self.pool_id, end=self.end)
 
 
 @dataclass
@@ -419,7 +412,6 @@ class _AgentEngine:
         images: ImageTable | None,
     ) -> _Episode:
         """Start an episode, or one of another process once more."""
-        logged = zip(log.requests, log.turns, strict=True) if log else ()
         account = EpisodeAccount(
             self._scorer.tokenizer,
             self._numbers,
@@ -427,9 +419,7 @@ class _AgentEngine:
             first_prompt=self._first_prompt(row, images),
             most_calls=self._agent.max_calls,
             is_strict=self._decoding.purpose is not Purpose.EVALUATION,
-            log=[
-                Call(asked.prompt, key, asked.when, asked.repeats, *turn) for asked, turn in logged
-            ],
+            log=log.turns if log else (),
             wake=lambda: service.app.pump.wake(),
         )
         api_key = secrets.token_urlsafe(24)
@@ -457,7 +447,7 @@ class _AgentEngine:
     def _outcome(self, prompt: Any, account: EpisodeAccount, reply: Reply) -> FinishedEpisode:
         fault = reply.fault
         reward = reply.reward
-        is_truncated = bool(fault and account.overlong and account.calls)
+        is_truncated = bool(fault and account.overlong and account.turns)
         if is_truncated:
             fault = ""
             reward = None if self._scorer.reward_functions else 0.0
@@ -467,11 +457,11 @@ class _AgentEngine:
                 f"{self._limits.max_model_len} (--sampling.max-prompt-tokens and "
                 f"--sampling.max-new-tokens together); {fault}"
             )
-        if not fault and not account.calls:
+        if not fault and not account.turns:
             fault = "it asked the policy for nothing"
         if not fault and reward is None and not self._scorer.reward_functions:
             fault = "it returned no reward, and no --reward judges what it did"
-        branches = branches_of(account.calls)
+        branches = branches_of(account.turns)
         messages = account.history.last_messages()
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = [without_images(message) for message in messages[places[0] :]] if places else []
@@ -479,12 +469,12 @@ class _AgentEngine:
             token_ids = branches[-1].actions if branches else []
             content = self._scorer.tokenizer.decode(token_ids)
             messages = [{"role": "assistant", "content": content}]
-        calls = account.calls
+        turns = account.turns
         step = account.policy_step
-        earlier = [len(c.turn.tokens) for c in calls if c.turn and c.policy_step < step]
+        earlier = [len(one.turn.tokens) for one in turns if one.policy_step < step]
         account.has_waited_for("agent")
         counts = {
-            "turns": len(calls),
+            "turns": len(turns),
             "branches": len(branches) or 1,
             "errors": int(bool(fault)),
             "truncated": int(is_truncated),
@@ -499,7 +489,7 @@ class _AgentEngine:
             reward,
             fault,
             waits=account.waits,
-            policy_step=calls[0].policy_step if calls else step,
+            policy_step=turns[0].policy_step if turns else step,
             num_earlier=sum(earlier),
         )
 

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tpu_rl.rollout.conversations.episode_log import Call, LoggedTurn
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.prompts import stop_at
 from tpu_rl.sampler import Score, Scores, Turn, TurnRequest
 from tpu_rl.serving import chat, protocol
 from tpu_rl.serving.protocol import ApiError, ChatRequest, Options, TextRequest
 from tpu_rl.serving.pump import Conversations, Distribution, Pump
-from tpu_rl.serving.record import Call, call_key
+from tpu_rl.serving.record import call_key
 from tpu_rl.serving.replies import Accepted, Item, Items, Reply, TextStream
 from tpu_rl.tokenizers import Tokenizer, conversations
 
@@ -69,8 +70,8 @@ class Account:
         """Return the most tokens of a completion that names no limit, of those that are left."""
         return left
 
-    def begin(self, prompt: list[int], options: Options) -> Call:
-        """Return the next call: its prompt and seed.
+    def begin(self, prompt: list[int], options: Options) -> Call | LoggedTurn:
+        """Return the next call, or its turn, if the log of an earlier process has it.
 
         Raises ApiError if this account may make no further call.
         """
@@ -99,7 +100,7 @@ class EpisodeAccount(Account):
         first_prompt: list[int] | None,
         most_calls: int,
         is_strict: bool = True,
-        log: Sequence[Call] = (),
+        log: Sequence[LoggedTurn] = (),
         wake: Callable[[], None] = lambda: None,
     ):
         """Start without calls.
@@ -112,12 +113,12 @@ class EpisodeAccount(Account):
             most_calls: further calls are refused.
             is_strict: refuse requests for another distribution than that of the run, which could
                 not learn from them. Evaluations draw as they must, whatever a request says.
-            log: the calls of an earlier process, which are answered as they were.
+            log: the turns of an earlier process, whose calls are answered as they were.
             wake: called when a call waits for its round, and when a round ends.
         """
         super().__init__(tokenizer, numbers, most_idle=MOST_IDLE, most_exchanges=None)
-        self.calls = list(log)
-        """Those that were answered."""
+        self.turns = list(log)
+        """The answers to calls."""
         self.policy_step = 0
         """The optimizer steps of the policy that answers."""
         self.num_rounds = 0
@@ -126,7 +127,7 @@ class EpisodeAccount(Account):
         """Calls of later rounds wait."""
         self.does_not_repeat = False
         """True if a call came that the log has not, before all that it has were repeated."""
-        self._unasked = {(tuple(call.prompt), call.repeats): call for call in log}
+        self._unasked = {(tuple(turn.call.prompt), turn.call.repeats): turn for turn in log}
         self._wake = wake
         self._num_held = 0
         self._changed = asyncio.Event()
@@ -138,7 +139,7 @@ class EpisodeAccount(Account):
         self._most_calls = most_calls
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._num_running = 0
-        self._when = max((call.when for call in log), default=0)
+        self._when = max((turn.call.when for turn in log), default=0)
         self.is_over = False
         """True once the episode is over. Later turns are not recorded."""
         self.waits: list[tuple[str, float]] = []
@@ -168,7 +169,7 @@ class EpisodeAccount(Account):
         # A model that does not stop must not end the conversation with its first answer.
         return left if self._most_calls == 1 else -(-left // 2)
 
-    def begin(self, prompt: list[int], options: Options) -> Call:
+    def begin(self, prompt: list[int], options: Options) -> Call | LoggedTurn:
         if self._asked.total() >= self._most_calls:
             raise ApiError(
                 403,  # Clients repeat what gets 429, and it would never succeed.
@@ -209,7 +210,7 @@ class EpisodeAccount(Account):
 
     def end(self, call: Call, turn: Turn | None) -> None:
         if turn is not None and not self.is_over:
-            self.calls.append(call._replace(turn=turn, policy_step=self.policy_step))
+            self.turns.append(LoggedTurn(turn, self.policy_step, call))
         self._num_running -= 1
         if not self._num_running:
             self.has_waited_for("policy")
@@ -414,7 +415,7 @@ class App:
             yield Turn(-1, [], nothing, nothing, False)
             return
         call = account.begin(prompt, options)
-        if call.turn is not None:
+        if isinstance(call, LoggedTurn):
             yield None
             yield call.turn
             return

@@ -10,45 +10,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tpu_rl.rollout.branches import Branch
+from tpu_rl.rollout.conversations.episode_log import LoggedTurn
 from tpu_rl.sampler import Turn
 from tpu_rl.sampler.conversation_sampler import common_prefix
 
 
-class Call(NamedTuple):
-    """A prompt, and the turn of the policy after it."""
-
-    prompt: list[int]
-    key: np.ndarray
-    """[2] uint32: its random key."""
-    when: int = 0
-    """Calls that were under way at the same time have one number; later calls have larger ones."""
-    repeats: int = 0
-    """The number of earlier calls with this prompt."""
-    turn: Turn | None = None
-    """None: it is under way."""
-    policy_step: int = 0
-    """The optimizer steps that the policy had taken which sampled the turn."""
-
-
-def branches_of(calls: Iterable[Call]) -> list[Branch]:
-    """Return the branches of the calls of an episode, in the order in which they began.
+def branches_of(turns: Iterable[LoggedTurn]) -> list[Branch]:
+    """Return the branches of the turns of an agent's episode, in the order in which they began.
 
     Those of calls that were made at the same time are ordered by their prompts, so that it does
     not matter which of them was answered first.
     """
     branches: list[Branch] = []
 
-    def order(call: Call) -> tuple[Any, ...]:
+    def order(logged: LoggedTurn) -> tuple[Any, ...]:
+        call = logged.call
         return call.when, len(call.prompt), call.prompt, call.repeats
 
-    for call in sorted(calls, key=order):
-        assert call.turn is not None
-        _add(branches, call.prompt, call.turn)
+    for logged in sorted(turns, key=order):
+        _add(branches, logged.call.prompt, logged.turn)
     return branches
 
 

@@ -21,20 +21,26 @@ from tpu_rl.environments.pool import Reply, ToolResult
 from tpu_rl.sampler import Turn
 
 
+class Call(NamedTuple):
+    """The request of an agent for a turn."""
+
+    prompt: list[int]
+    key: np.ndarray
+    """[2] uint32: its random key."""
+    when: int = 0
+    """Calls that were under way at the same time have one number; later calls have larger ones."""
+    repeats: int = 0
+    """The number of earlier calls with this prompt."""
+
+
 class LoggedTurn(NamedTuple):
     """A turn of the policy."""
 
     turn: Turn
     policy_step: int
     """The optimizer steps that the policy had taken which sampled it."""
-
-
-class LoggedRequest(NamedTuple):
-    """The request of an agent for a turn; see `serving.record.Call`."""
-
-    when: int
-    prompt: list[int]
-    repeats: int
+    call: Call = Call([], np.zeros(2, np.uint32))
+    """What an agent asked. An environment asks for nothing."""
 
 
 class LoggedAnswer(NamedTuple):
@@ -54,8 +60,6 @@ class EpisodeLog:
     key: np.ndarray = field(default_factory=lambda: np.zeros(2, np.uint32))
     """[2] uint32: the random key of its tokens."""
     turns: list[LoggedTurn] = field(default_factory=list)
-    requests: list[LoggedRequest] = field(default_factory=list)
-    """Of an agent: what it asked for each turn."""
     answers: list[LoggedAnswer] = field(default_factory=list)
     waits: list[tuple[str, float]] = field(default_factory=list)
     """As in `EpisodeOutcomes`."""
@@ -89,5 +93,5 @@ class EpisodeLog:
         return self.answers[-1].reply.result().saved
 
 
-CLASSES = (EpisodeLog, LoggedTurn, Turn, LoggedRequest, LoggedAnswer, Reply, ToolResult)
+CLASSES = (EpisodeLog, LoggedTurn, Turn, Call, LoggedAnswer, Reply, ToolResult)
 """Those of logs in checkpoints."""
