@@ -22,7 +22,7 @@ from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rollout import records, requests, scoring
-from tpu_rl.rollout.conversations import engine, episode_log
+from tpu_rl.rollout.conversations import batches, episode_log
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import typed_json
@@ -262,7 +262,7 @@ def test_an_evaluation_runs_the_programs_of_rollouts(games, monkeypatch):
     """Fewer problems than a step has completions are decoded in its slots, and tell the same."""
     made = []
     monkeypatch.setattr(
-        engine,
+        batches,
         "ConversationSampler",
         lambda *a, **k: made.append(k) or ConversationSampler(*a, **k),
     )

@@ -21,10 +21,9 @@ from tpu_rl.commands import compose, config
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import from_scored
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.rollout import records
+from tpu_rl.rollout import branches, records
 from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.sampler import Turn
-from tpu_rl.serving import agents
 from tpu_rl.serving.app import EpisodeAccount
 from tpu_rl.serving.protocol import Options
 from tpu_rl.train import packing
@@ -203,10 +202,10 @@ def test_bad_agents_are_one_message(context_of, file):
 
 
 def test_rows_of_a_group_share_what_comes_before_their_first_actions():
-    branch = agents.Branch(0, 0, [1, 2], [False, True], [0.0, -1.0], [0.0, -1.0])
+    branch = branches.Branch(0, 0, [1, 2], [False, True], [0.0, -1.0], [0.0, -1.0])
     other = dataclasses.replace(branch, shared=1, tokens=[1, 3])
     keys = np.zeros((2, 2), np.uint32)
-    rollout = agents.to_rollout([[branch, other], [branch]], keys, 2, 4, 0, 0)
+    rollout = branches.to_rollout([[branch, other], [branch]], keys, 2, 4, 0, 0)
     assert rollout.parent.tolist() == [0, 0, 0]
     assert rollout.shared.tolist() == [0, 1, 1]
 

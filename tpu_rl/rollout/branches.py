@@ -7,17 +7,12 @@ and the policy learns from rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tpu_rl.data import Row
-from tpu_rl.rollout.prompts import as_text
-from tpu_rl.rollout.scoring import EpisodeOutcomes, EpisodeRows, Sampled, entries
 from tpu_rl.sampler import Turn
-from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout
 
 
@@ -141,85 +136,3 @@ def to_rollout(
         "episode_id": episode_id if are_several else None,
     }
     return Rollout(**fields)
-
-
-class FinishedEpisode(NamedTuple):
-    """An episode that is over, on its way to all processes."""
-
-    name: str
-    """The class of its environment, which names its rewards."""
-    prompt: Any
-    """A text or messages, as the policy read it."""
-    messages: list[dict[str, Any]]
-    """What followed the prompt."""
-    branches: list[Branch]
-    counts: dict[str, int]
-    """As in `EpisodeOutcomes`."""
-    reward: float | None
-    """Of all of it; None: not scored."""
-    fault: str
-    turn_rewards: list[tuple[int, int, float]] = []
-    """(branch, its tokens up to the turn's end, reward) of turns: parts of the reward."""
-    waits: list[tuple[str, float]] = []
-    state: Mapping[str, Any] = {}
-    images: list[bytes] = []
-    policy_step: int = 0
-    """The optimizer steps of the policy that sampled its first turn."""
-    num_earlier: int = 0
-    """The number of tokens that earlier requests sampled."""
-
-    @property
-    def actions(self) -> list[int]:
-        """The tokens that the policy chose."""
-        return [token for branch in self.branches for token in branch.actions]
-
-
-def sampled_episodes(
-    episodes: Sequence[FinishedEpisode],
-    rollout: Rollout,
-    rows: list[Row],
-    is_scored: bool,
-    tokenizer: Tokenizer,
-) -> Sampled:
-    """Return episodes as what an engine sampled; `rollout` is that of `to_rollout`."""
-    turn_rewards = np.zeros(rollout.action_mask.shape, np.float32)
-    first_row = 0
-    for episode in episodes:
-        for branch, end, reward in episode.turn_rewards:
-            turn_rewards[first_row + branch, end - 1] = reward
-        first_row += len(episode.branches)
-    of_rows = None
-    if rollout.episode_id is not None:
-        texts = [
-            tokenizer.decode(tokens[mask].tolist())
-            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
-        ]
-        last = np.cumsum([len(episode.branches) for episode in episodes]) - 1
-        of_rows = EpisodeRows(replace(rollout, rewards=turn_rewards), last, texts)
-        rollout = replace(entries(rollout, last), parent=None, shared=None, episode_id=None)
-        turn_rewards = np.zeros(rollout.action_mask.shape, np.float32)
-    rewards = [np.nan if episode.reward is None else episode.reward for episode in episodes]
-    outcomes = EpisodeOutcomes(
-        names=[episode.name for episode in episodes],
-        is_scored=is_scored,
-        rewards=np.array(rewards, np.float32),
-        turn_rewards=turn_rewards,
-        faults=[episode.fault for episode in episodes],
-        messages=[episode.messages for episode in episodes],
-        states=[episode.state for episode in episodes],
-        counts={
-            name: np.array([episode.counts[name] for episode in episodes])
-            for name in episodes[0].counts
-        },
-        images=[e.images for e in episodes] if any(e.images for e in episodes) else [],
-        waits=[episode.waits for episode in episodes],
-    )
-    return Sampled(
-        rollout=rollout,
-        rows=rows,
-        prompts=[as_text(episode.prompt) for episode in episodes],
-        completions=[as_text(episode.messages) for episode in episodes],
-        lengths=np.array([len(episode.actions) for episode in episodes]),
-        episodes=outcomes,
-        episode_rows=of_rows,
-    )

@@ -93,6 +93,12 @@ def gather(value: T, *classes: type) -> list[T]:
     return from_json(processes.gather(to_json(value)), *classes)
 
 
+def merge(values: Mapping[int, Any], *classes: type) -> dict[int, Any]:
+    """Return the values of all processes, by their numbers, which differ; see `gather`."""
+    gathered = gather(dict(values), *classes)
+    return {number: value for of_process in gathered for number, value in of_process.items()}
+
+
 def of_checkpoint(values: list[Any], kind: type[T], *classes: type) -> list[T]:
     """Return the values of a class, and of others in them, that a checkpoint holds.
 

@@ -25,36 +25,33 @@ begins anew, with its key, in the step that has to take it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import secrets
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from tpu_rl import sampler, user_code
+from tpu_rl import user_code
 from tpu_rl.data import Row
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
-from tpu_rl.rollout import prompts, scoring, signals
-from tpu_rl.rollout.branches import Branch, FinishedEpisode, sampled_episodes, to_rollout
+from tpu_rl.rollout import signals
+from tpu_rl.rollout.branches import Branch
+from tpu_rl.rollout.conversations.batches import EpisodeBatch, FinishedEpisode
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog
 from tpu_rl.rollout.conversations.episodes import without_images
 from tpu_rl.rollout.conversations.rounds import Rounds
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Agent
-from tpu_rl.rollout.scoring import PartialGroup, Sampled
-from tpu_rl.rollout.streaming_rewards import StreamingRewards
+from tpu_rl.rollout.scoring import Sampled
 from tpu_rl.runtime import processes, typed_json
-from tpu_rl.sampler import ConversationSampler, TurnRequest
+from tpu_rl.sampler import TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Distribution, Item, PendingTurn, Pump
@@ -176,16 +173,19 @@ class _Episode:
 class _Running:
     """The local episodes of a step, and how far they are."""
 
-    first: int
-    """The number of the first of them."""
-    group_size: int
+    batch: EpisodeBatch
     rounds: Rounds
     episodes: dict[int, _Episode] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
     """Rounds of each episode that `rounds` knows of."""
     outcomes: dict[int, FinishedEpisode] = field(default_factory=dict)
     judged: set[int] = field(default_factory=set)
-    """Local groups whose episodes are over."""
+    """Groups whose episodes are over."""
+
+    @property
+    def first(self) -> int:
+        """The number of the first of them."""
+        return self.batch.local.start
 
     def add(self, number: int, episode: _Episode, waits: bool) -> None:
         """Add an episode, which waits until the step may have its next round, or does not."""
@@ -229,13 +229,14 @@ class _Running:
             episode = self.episodes[number + self.first]
             episode.account.allow(self.counted[number + self.first] + 1)
 
-    def judge(self, streaming: StreamingRewards) -> None:
+    def judge(self) -> None:
         """Give groups that are complete to the reward functions."""
-        for group in sorted(set(self.rounds.complete) - self.judged):
+        first_group = self.first // self.batch.group_size
+        complete = {first_group + group for group in self.rounds.complete}
+        for group in sorted(complete - self.judged):
             self.judged.add(group)
-            first = self.first + group * self.group_size
-            of_group = {n: self.outcomes[n] for n in range(first, first + self.group_size)}
-            streaming.on_answered(
+            of_group = {number: self.outcomes[number] for number in self.batch.rows_of(group)}
+            self.batch.streaming.on_answered(
                 {n: one.messages for n, one in of_group.items()},
                 {n: one.actions for n, one in of_group.items()},
             )
@@ -243,11 +244,8 @@ class _Running:
     @property
     def complete(self) -> dict[int, FinishedEpisode]:
         """The outcomes of the groups that are complete."""
-        return {
-            number: outcome
-            for number, outcome in self.outcomes.items()
-            if (number - self.first) // self.group_size in self.judged
-        }
+        numbers = [number for group in self.judged for number in self.batch.rows_of(group)]
+        return {number: self.outcomes[number] for number in numbers}
 
 
 class _AgentEngine:
@@ -275,96 +273,43 @@ class _AgentEngine:
 
         All processes call it together. Each runs the agents of its own groups.
         """
-        began = time.perf_counter()
-        decoding = self._decoding
-        group_size = decoding.config.samples_per_prompt
-        num_episodes = len(request.rows) * group_size
-        local = scoring.local_rows(num_episodes, group_size)
-        row_ids = request.first_row_id + np.arange(num_episodes)
-        run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
-        keys = np.array(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
-        logs = request.logs or [None] * num_episodes
-        for episode, log in enumerate(logs):
-            if log is not None:
-                keys[episode] = log.key
-        is_old = [log is not None for log in logs[local]][::group_size]
-        rounds = Rounds(request.first_groups or len(is_old), is_old, group_size)
-        signals.mark(decoding.purpose, "rollout", request.step)
-        features = decoding.policy.with_images
-        images = features and ImageTable(self._scorer.tokenizer, features)
-        rewarding = self._scorer.streaming(
-            request.rows, group_size, request.first_groups, request.step
-        )
-        with rewarding as streaming, decoding.on_its_mesh():
-            outcomes, idle_seconds = self._run(
-                params, request, keys, local, streaming, images, rounds
-            )
-        signals.mark(decoding.purpose, "rewards", request.step)
-        numbers = sorted(outcomes)
-        groups = [number // group_size for number in numbers[::group_size]]
-        episodes = [outcomes[number] for number in numbers]
-        rollout = to_rollout(
-            [episode.branches for episode in episodes],
-            keys[numbers],
-            group_size,
-            self._limits.max_model_len,
-            decoding.config.pad_id,
-            np.array([episode.policy_step for episode in episodes]),
-        )
-        if images is not None:
-            rollout = images.with_own_images(rollout)
-        is_scored = any(episode.reward is not None for episode in episodes)
-        rows = [request.rows[group] for group in groups]
-        sampled = sampled_episodes(episodes, rollout, rows, is_scored, self._scorer.tokenizer)
-        assert sampled.episodes is not None
-        unfinished = [episode.log() for episode in self._unfinished.values()]
-        left = [row for group, row in enumerate(request.rows) if group not in groups]
-        return replace(
-            sampled,
-            step=request.step,
-            seconds=time.perf_counter() - began,
-            unfinished=[
-                PartialGroup(row, logs=unfinished[number * group_size :][:group_size])
-                for number, row in enumerate(left)
-            ],
-            num_resumed_tokens=sum(episode.num_earlier for episode in episodes),
-            streamed_rewards=functools.partial(
-                streaming.answers, groups if request.first_groups else None
-            ),
-            cancel_rewards=streaming.cancel,
-            episodes=replace(sampled.episodes, idle_seconds=idle_seconds),
-        )
+        batch = EpisodeBatch(self._decoding, self._scorer, request)
+        with batch.streaming, self._decoding.on_its_mesh():
+            outcomes, unfinished, idle_seconds = self._run(params, batch)
+        is_scored = any(episode.reward is not None for episode in outcomes.values())
+        length = self._limits.max_model_len
+        return batch.sampled(outcomes, unfinished, length, is_scored, idle_seconds)
 
     def _run(
-        self,
-        params: Params,
-        request: RolloutRequest,
-        keys: np.ndarray,
-        local: slice,
-        streaming: StreamingRewards,
-        images: ImageTable | None,
-        rounds: Rounds,
-    ) -> tuple[dict[int, FinishedEpisode], float]:
+        self, params: Params, batch: EpisodeBatch
+    ) -> tuple[dict[int, FinishedEpisode], dict[int, EpisodeLog], float]:
         """Run all local episodes, until those that the step takes are over.
 
         Reward functions judge a group once its episodes are over. Returns the outcomes of all
-        processes' episodes that are taken, and the seconds in which nothing was decoded.
+        processes' episodes that are taken, the logs of the others, and the seconds in which nothing
+        was decoded.
         """
         try:
             service = self._idle.pop()
         except IndexError:  # Threads may take one at the same moment.
             service = self._new_service()
         app = service.app
-        app.images = images
-        app.pump = pump = Pump(functools.partial(self._sampler, images, params, len(keys)), _share)
-        group_size = self._decoding.config.samples_per_prompt
-        running = _Running(local.start, group_size, rounds)
+        app.images = batch.images
+        length, prompt_length = self._limits.max_model_len, self._decoding.max_prompt_tokens
+        # Whatever the distribution: a run has one, and requests for others are refused.
+        app.pump = pump = Pump(
+            lambda _: batch.live_sampler(params, length, prompt_length, CONTEXTS_AT_ONCE), _share
+        )
+        request, local = batch.request, batch.local
+        rounds = batch.rounds(local)
+        running = _Running(batch, rounds)
 
         def begin(number: int, log: EpisodeLog | None) -> None:
-            row = request.rows[number // group_size]
+            row = request.rows[number // batch.group_size]
             pool_id = None if log is None else log.pool_id
             unfinished = None if pool_id is None else self._unfinished.pop(pool_id, None)
-            episode = unfinished or self._new_episode(service, row, keys[number], log, images)
+            key = batch.keys[number]
+            episode = unfinished or self._new_episode(service, row, key, log, batch.images)
             episode.account.next_step(request.policy_step)
             running.add(number, episode, waits=request.first_groups is not None)
 
@@ -385,23 +330,21 @@ class _AgentEngine:
                     account.is_over = True
                     for conversation in account.conversations.open:
                         pump.close(conversation)
-                    prompt = request.rows[number // group_size].get("prompt", "")
+                    prompt = request.rows[number // batch.group_size].get("prompt", "")
                     running.end(number, self._outcome(prompt, account, reply))
                 running.allow_rounds()
-                running.judge(streaming)
+                running.judge()
             outcomes = running.complete
-            self._unfinished = {
-                episode.pool_id: episode
-                for number, episode in running.episodes.items()
-                if number not in outcomes
-            }
+            unfinished = {n: one for n, one in running.episodes.items() if n not in outcomes}
+            self._unfinished = {episode.pool_id: episode for episode in unfinished.values()}
         finally:
             pump.end(InputError("the rollout has ended"))
             for episode in running.episodes.values():
                 if episode.pool_id not in self._unfinished:
                     episode.end()
             self._idle.append(service)
-        return _shared(outcomes), pump.idle_seconds
+        logs = {number: episode.log() for number, episode in unfinished.items()}
+        return typed_json.merge(outcomes, FinishedEpisode, Branch), logs, pump.idle_seconds
 
     def _new_episode(
         self,
@@ -503,27 +446,6 @@ class _AgentEngine:
         except InputError:
             return None
 
-    def _sampler(
-        self, images: ImageTable | None, params: Params, rows: int, distribution: Distribution
-    ) -> ConversationSampler:
-        decoding = self._decoding
-        config = decoding.config
-        reader = self._scorer.tokenizer.images
-        return ConversationSampler(
-            decoding.policy.policy,
-            decoding.policy.params(params),
-            config,
-            num_slots=min(config.max_num_seqs, config.rows_of_programs(rows)),
-            max_length=self._limits.max_model_len,
-            prompt_length=decoding.max_prompt_tokens,
-            contexts_at_once=CONTEXTS_AT_ONCE,
-            mesh=decoding.policy.mesh,
-            stop_at=prompts.stop_at(self._scorer.tokenizer, decoding.stop_strings),
-            on_segment=signals.between_segments,
-            whole_images=reader and reader.whole_images,
-            images=images,
-        )
-
     def _new_service(self) -> _Service:
         """Return a service that answers, and lives as long as the process."""
         from tpu_rl.serving import routes  # The package starlette is there, as checked before.
@@ -556,9 +478,3 @@ def _no_calls(tokenizer: Tokenizer) -> Branch:
 def _share(items: list[Item]) -> list[list[Item]]:
     """Return the items of all processes, by index."""
     return typed_json.gather(items, PendingTurn, TurnRequest, Distribution)
-
-
-def _shared(outcomes: dict[int, FinishedEpisode]) -> dict[int, FinishedEpisode]:
-    """Return the outcomes of all processes' episodes."""
-    gathered = typed_json.gather(outcomes, FinishedEpisode, Branch)
-    return {number: one for of_process in gathered for number, one in of_process.items()}

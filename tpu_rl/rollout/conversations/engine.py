@@ -19,23 +19,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from tpu_rl import sampler
-from tpu_rl.rollout import prompts, scoring, signals
-from tpu_rl.rollout.branches import Branch, FinishedEpisode, sampled_episodes, to_rollout
+from tpu_rl.rollout import signals
+from tpu_rl.rollout.branches import Branch
+from tpu_rl.rollout.conversations.batches import EpisodeBatch, FinishedEpisode
 from tpu_rl.rollout.conversations.episode_log import EpisodeLog, LoggedTurn
 from tpu_rl.rollout.conversations.episodes import Episode, Episodes, History
 from tpu_rl.rollout.conversations.rounds import Rounds
-from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Decoding, Environment, RolloutRequest, Scorer
-from tpu_rl.rollout.scoring import PartialGroup, Sampled
-from tpu_rl.rollout.streaming_rewards import StreamingRewards
+from tpu_rl.rollout.scoring import Sampled
 from tpu_rl.runtime import typed_json
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest, slots
 from tpu_rl.types import Params, Purpose
@@ -130,118 +127,65 @@ def generate(
 
     All processes call it together. Each runs the environments of its own groups.
     """
-    began = time.perf_counter()
     environment = decoding.environment
     assert environment is not None
-    group_size = decoding.config.samples_per_prompt
-    num_rows = len(request.rows) * group_size
-    signals.mark(decoding.purpose, "rollout", request.step)
-    images = None
-    if scorer.tokenizer.images is not None and decoding.policy.with_images is not None:
-        images = ImageTable(scorer.tokenizer, decoding.policy.with_images, is_shared=True)
-    rewarding = scorer.streaming(request.rows, group_size, request.first_groups, request.step)
+    batch = EpisodeBatch(decoding, scorer, request, shares_images=True)
+    group_size = batch.group_size
     with (
         decoding.on_its_mesh(),
-        rewarding as streaming,
+        batch.streaming,
         Episodes(
             rows=request.rows,
             group_size=group_size,
             environment=environment,
             tokenizer=scorer.tokenizer,
             max_prompt_tokens=decoding.max_prompt_tokens,
-            local=scoring.local_rows(num_rows, group_size),
+            local=batch.local,
             step=request.step,
             first_row_id=request.first_row_id,
             seed=decoding.seed,
             stop_strings=decoding.stop_strings,
             is_evaluation=decoding.purpose == Purpose.EVALUATION,
-            image_table=images,
+            image_table=batch.images,
             old_logs=request.logs,
             saves=request.first_groups is not None,
         ) as episodes,
     ):
         first_turns = _shared(episodes.begin())
-        if images is not None:
-            images.share()
-        row_ids = request.first_row_id + np.arange(num_rows)
-        run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
-        keys = np.array(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
-        is_old = [log is not None for log in request.logs] or [False] * num_rows
+        if batch.images is not None:
+            batch.images.share()
         conversations = []
-        for row in range(num_rows):
+        for row, key in enumerate(batch.keys):
             # Those of other processes have no log here.
             log = episodes.logs.get(row, EpisodeLog(seed=0))
-            if is_old[row]:
-                keys[row] = log.key
-            log.key = keys[row]
-            conversations.append(
-                _Conversation(first_turns[row], keys[row], log.turns, log.num_tokens)
-            )
+            log.key = key
+            conversations.append(_Conversation(first_turns[row], key, log.turns, log.num_tokens))
         columns = _prompt_columns(decoding.config, conversations)
-        live = _live_sampler(decoding, scorer, params, conversations, images)
-        rounds = Rounds(request.first_groups or len(request.rows), is_old[::group_size], group_size)
-        idle_seconds = _converse(
-            decoding, live, conversations, episodes, streaming, images, rounds, request.policy_step
-        )
-        signals.mark(decoding.purpose, "rewards", request.step)
-        groups = sorted(rounds.complete)
-        complete_rows = [row for group in groups for row in _rows_of(group, group_size)]
+        length = columns + decoding.config.max_new_tokens
+        contexts = _contexts_at_once(decoding, len(conversations))
+        live = batch.live_sampler(params, length, columns, contexts)
+        rounds = batch.rounds(slice(None))
+        idle_seconds = _converse(batch, live, conversations, episodes, rounds)
+        complete_rows = [row for group in sorted(rounds.complete) for row in batch.rows_of(group)]
         episodes.unfinished = set(episodes.logs) - set(complete_rows)
         for row in complete_rows:
             conversations[row].end()
-        finished_of = _shared(
+        finished = _shared(
             {
                 row: conversations[row].finished(environment, episodes.by_row[row])
                 for row in complete_rows
                 if row in episodes.logs
             }
         )
-    finished = [finished_of[row] for row in complete_rows]
-    config = decoding.config
-    rollout = to_rollout(
-        [episode.branches for episode in finished],
-        keys[complete_rows],
-        group_size,
-        columns + config.max_new_tokens,
-        config.pad_id,
-        np.array([episode.policy_step for episode in finished]),
-    )
-    if images is not None:
-        rollout = images.with_own_images(rollout)
-    group_rows = [request.rows[group] for group in groups]
-    sampled = sampled_episodes(
-        finished, rollout, group_rows, environment.is_scored, scorer.tokenizer
-    )
-    assert sampled.episodes is not None
-    return replace(
-        sampled,
-        step=request.step,
-        seconds=time.perf_counter() - began,
-        unfinished=[
-            PartialGroup(row, logs=[episodes.logs[of] for of in _rows_of(group, group_size)])
-            for group, row in enumerate(request.rows)
-            if group not in groups
-        ],
-        num_resumed_tokens=sum(episode.num_earlier for episode in finished),
-        streamed_rewards=partial(streaming.answers, groups if request.first_groups else None),
-        cancel_rewards=streaming.cancel,
-        episodes=replace(sampled.episodes, idle_seconds=idle_seconds),
-    )
-
-
-def _rows_of(group: int, group_size: int) -> range:
-    return range(group * group_size, (group + 1) * group_size)
+    return batch.sampled(finished, episodes.logs, length, environment.is_scored, idle_seconds)
 
 
 def _converse(
-    decoding: Decoding,
+    batch: EpisodeBatch,
     live: ConversationSampler,
     conversations: list[_Conversation],
     episodes: Episodes,
-    streaming: StreamingRewards,
-    images: ImageTable | None,
     rounds: Rounds,
-    policy_step: int,
 ) -> float:
     """Decode turns and wait for answers, until the episodes that the step takes are over.
 
@@ -249,9 +193,8 @@ def _converse(
     which no turn could be decoded.
     """
     idle_seconds = 0.0
-    config = decoding.config
-    group_size = config.samples_per_prompt
-    local = scoring.local_rows(len(conversations), group_size)
+    config = batch.decoding.config
+    local, images = batch.local, batch.images
     # Conversations that wait for their next turn, episodes that are over, and groups about which
     # reward functions were asked.
     ready = list(range(len(conversations)))
@@ -274,7 +217,7 @@ def _converse(
                 add_turn(row, turn)
         for turn in live.step():
             row = turn.conversation
-            conversations[row].turns.append(LoggedTurn(turn, policy_step))
+            conversations[row].turns.append(LoggedTurn(turn, batch.request.policy_step))
             add_turn(row, turn)
             if not (local.start <= row < local.stop and episodes.has_ended(row)):
                 rounds.add_turn(row)
@@ -310,45 +253,24 @@ def _converse(
             if episodes.has_ended(row):
                 rounds.end(row)
         for group in sorted(set(rounds.complete) - judged):
-            rows = _rows_of(group, group_size)
+            rows = batch.rows_of(group)
             if over.issuperset(rows):
                 judged.add(group)
                 of = [row for row in rows if local.start <= row < local.stop]
                 messages = {row: episodes.by_row[row].messages for row in of}
-                streaming.on_answered(messages, {row: conversations[row].actions for row in of})
+                actions = {row: conversations[row].actions for row in of}
+                batch.streaming.on_answered(messages, actions)
     return idle_seconds
 
 
-def _live_sampler(
-    decoding: Decoding,
-    scorer: Scorer,
-    params: Params,
-    conversations: list[_Conversation],
-    images: ImageTable | None,
-) -> ConversationSampler:
+def _contexts_at_once(decoding: Decoding, num_rows: int) -> int:
+    """Return the new prompts of a device that are read together."""
     config = decoding.config
-    columns = _prompt_columns(config, conversations)
-    mesh = decoding.policy.mesh
-    devices = slots.device_count(mesh)
     # The number of groups, and not of different prompts, so that each batch has the same programs.
-    contexts = len(conversations) // config.samples_per_prompt
-    num_rows = config.rows_of_programs(len(conversations))
-    if config.shapes_of is not None and num_rows > len(conversations):
+    contexts = num_rows // config.samples_per_prompt
+    if config.shapes_of is not None and config.rows_of_programs(num_rows) > num_rows:
         contexts = config.shapes_of[0]
-    return ConversationSampler(
-        decoding.policy.policy,
-        decoding.policy.params(params),
-        config,
-        num_slots=min(config.max_num_seqs, num_rows),
-        max_length=columns + config.max_new_tokens,
-        prompt_length=columns,
-        contexts_at_once=-(-contexts // devices),
-        mesh=mesh,
-        stop_at=prompts.stop_at(scorer.tokenizer, decoding.stop_strings),
-        on_segment=signals.between_segments,
-        whole_images=scorer.tokenizer.images and scorer.tokenizer.images.whole_images,
-        images=images,
-    )
+    return -(-contexts // slots.device_count(decoding.policy.mesh))
 
 
 def _prompt_columns(config: SamplerConfig, conversations: list[_Conversation]) -> int:
@@ -365,5 +287,4 @@ def _next_turn(row: int, conversation: _Conversation, config: SamplerConfig) -> 
 
 def _shared(values: Mapping[int, Any]) -> dict[int, Any]:
     """Return the values of all processes' rows."""
-    gathered = typed_json.gather(dict(values), FinishedEpisode, Branch, History)
-    return {row: value for of_process in gathered for row, value in of_process.items()}
+    return typed_json.merge(values, FinishedEpisode, Branch, History)
