@@ -123,12 +123,12 @@ class Running:
             self.programs, TOKENIZER, self.store, num_slots=4, most_runs=3, users=people
         )
         self.own = self.service.users[people[0].name]
-        apps = {
-            own.user.key: app.TinkerApp(own, TOKENIZER, ("tiny",), "tiny")
-            for own in self.service.users.values()
-        }
-        log = users.AuditLog(folder / "audit.jsonl")
-        asgi = app.application(apps.get, log)
+        asgi = app.application(
+            [
+                app.TinkerApp(own, TOKENIZER, ("tiny",), "tiny")
+                for own in self.service.users.values()
+            ]
+        )
         self.server = server.Server(asgi, server.bind("127.0.0.1", 0))
         self.server.start()
         self.is_over = threading.Event()
@@ -579,7 +579,7 @@ def test_a_snapshot_that_cannot_be_written_is_kept(tmp_path, monkeypatch):
     assert [int(snapshots.get(name)["x"][0]) for name in names] == [*names]
 
 
-ANN = users.User("ann", "tml-of-ann-0123456789", most_runs=1, most_bytes=9000)
+ANN = users.User("ann", "tml-of-ann-0123456789", most_clients=1, most_gigabytes=9e-6)
 BOB = users.User("bob", "tml-of-bob-0123456789")
 
 

@@ -5,7 +5,7 @@ import pytest
 from tpu_rl.errors import InputError
 from tpu_rl.tinker import users
 
-ANN = users.User("ann", "tml-of-ann-0123456789", most_runs=1, most_bytes=500_000_000)
+ANN = users.User("ann", "tml-of-ann-0123456789", most_clients=1, most_gigabytes=0.5)
 BOB = users.User("bob", "tml-of-bob-0123456789")
 FILE = """
 [ann]
@@ -24,9 +24,6 @@ def test_users_are_read_with_their_limits(tmp_path):
     ann, bob = users.read(path)
     assert ann == ANN
     assert bob == BOB
-    assert users.user_of([ann, bob], BOB.key) is bob
-    assert users.user_of([ann, bob], "tml-of-carl-123456789") is None
-    assert users.user_of([ann, bob], None) is None
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import datetime
 import functools
+import hmac
 import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,11 @@ from tpu_rl.ranges import In
 from tpu_rl.serving import http
 from tpu_rl.serving.http import Endpoint
 from tpu_rl.serving.protocol import ApiError, Fields
-from tpu_rl.tinker import losses, store, wire
+from tpu_rl.tinker import losses, store, users, wire
 from tpu_rl.tinker.learner import Adapter, LoraSpec, Outputs
 from tpu_rl.tinker.requests import NUMBER, sample_request
 from tpu_rl.tinker.service import BASE, OBJECT_BYTES, Run, Service, Session, Sessions
 from tpu_rl.tinker.store import KINDS, SCHEME
-from tpu_rl.tinker.users import AuditLog
 from tpu_rl.tokenizers import Tokenizer
 
 POLL_SECONDS = 25.0
@@ -69,106 +69,36 @@ Work = Callable[[], Any]
 """What a training client queues. The thread that owns the devices calls it."""
 
 
-AUDITED = frozenset(
-    {
-        "create_session",
-        "finish",
-        "create_model",
-        "save_weights",
-        "save_for_sampler",
-        "save_external",
-        "load_weights",
-        "delete_checkpoint",
-        "set_ttl",
-    }
-)
-"""Methods whose requests the audit log has."""
 MOST_ABOUT = 2**14
 """Characters of what a client says about a session, a training client or a state."""
 MOST = float(np.finfo(np.float32).max)
 
 
-def application(
-    find: Callable[[str | None], TinkerApp | None], log: AuditLog, *, is_open: bool = False
-) -> Starlette:
+def application(apps: Sequence[TinkerApp], *, is_open: bool = False) -> Starlette:
     """Return the ASGI application.
 
     Args:
-        find: API key, or None without one -> what answers its user; None if it is wrong.
-        log: gets a line for each request in `AUDITED`.
-        is_open: no key is needed; see `http.application`.
+        apps: what answers each user.
+        is_open: no key is needed; see `http.application`. There is one user.
     """
-    run = "/training_runs/{model_id}"
-    checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
-    gets: dict[str, Callable[..., Any]] = {
-        "/get_server_capabilities": TinkerApp.capabilities,
-        "/samplers/{sampler_id}": TinkerApp.get_sampler,
-        "/sessions/{session_id}": TinkerApp.get_session,
-        run: TinkerApp.get_run,
-        f"{run}/checkpoints": TinkerApp.list_checkpoints,
-    }
-    lists: dict[str, Callable[..., Any]] = {
-        "/sessions": TinkerApp.list_sessions,
-        "/training_runs": TinkerApp.list_runs,
-        "/checkpoints": TinkerApp.list_all_checkpoints,
-    }
-    posts: dict[str, Callable[..., Any]] = {
-        "/client/config": lambda app, fields: CLIENT_CONFIG,
-        "/client/dynamic_config": lambda app, fields: {"sample_cancel_enabled": True},
-        "/telemetry": lambda app, fields: {"status": "accepted"},
-        "/create_session": TinkerApp.create_session,
-        "/session_heartbeat": TinkerApp.heartbeat,
-        "/sessions/{session_id}/finish": TinkerApp.finish,
-        "/create_model": TinkerApp.create_model,
-        "/get_info": TinkerApp.get_info,
-        "/unload_model": TinkerApp.unload,
-        "/optim_step": TinkerApp.optim_step,
-        "/save_weights": TinkerApp.save_weights,
-        "/save_weights_for_sampler": TinkerApp.save_for_sampler,
-        "/save_weights_external": TinkerApp.save_external,
-        "/load_weights": TinkerApp.load_weights,
-        "/create_sampling_session": TinkerApp.create_sampler,
-        "/join_sampling_session": TinkerApp.join_sampler,
-        "/asample": TinkerApp.sample,
-        "/retrieve_future": TinkerApp.retrieve,
-        "/cancel_future": TinkerApp.cancel,
-        "/weights_info": TinkerApp.weights_info,
-    }
+
+    def find(key: str | None) -> TinkerApp | None:
+        """Return the app of a key. The time does not tell how much of it is right."""
+        encoded = (key or "").encode()
+        keys = [app.own.user.key.encode() for app in apps]
+        equal = [is_open or hmac.compare_digest(encoded, own) for own in keys]
+        return next((app for app, is_right in zip(apps, equal, strict=True) if is_right), None)
+
     root = "/api/v1"
-
-    def of_path(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
-        return lambda request, body: logged(answer, request, {})
-
-    def of_fields(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
-        return lambda request, body: logged(answer, request, body, Fields(body))
-
-    def logged(answer: Callable[..., Any], request: Request, body: Any, *args: Any) -> Any:
-        app = request.state.account
-        if answer.__name__ not in AUDITED:
-            return answer(app, *args, **request.path_params)
-        names = ("session_id", "model_id", "path", "seq_id")
-        about = {name: body[name] for name in names if isinstance(body.get(name), (str, int))}
-        about = {key: str(value)[:300] for key, value in (about | request.path_params).items()}
-        status = 500
-        try:
-            result = answer(app, *args, **request.path_params)
-            status = 200
-            return result
-        except ApiError as error:
-            status = error.status
-            raise
-        finally:
-            log.write(app.own.user.name, answer.__name__, status, **about)
-
     return http.application(
         [
             Endpoint("GET", f"{root}/healthz", lambda *_: {"status": "ok"}, needs_key=False),
             Endpoint("POST", f"{root}/forward_backward", _forward_backward, is_json=False),
-            *(Endpoint("GET", root + path, of_path(get)) for path, get in gets.items()),
-            *(Endpoint("GET", root + path, _of_page(get)) for path, get in lists.items()),
-            *(Endpoint("POST", root + path, of_fields(post)) for path, post in posts.items()),
-            Endpoint("DELETE", root + checkpoint, of_path(TinkerApp.delete_checkpoint)),
-            Endpoint("PUT", f"{root}{checkpoint}/ttl", of_fields(TinkerApp.set_ttl)),
+            *(
+                Endpoint(method, root + path, functools.partial(_answer, answer))
+                for method, paths in ROUTES.items()
+                for path, answer in paths.items()
+            ),
         ],
         find,
         Endpoint("", "", _refuse, is_json=False),
@@ -680,24 +610,79 @@ def _promise(request_id: str) -> Answer:
 # --- endpoints ---
 
 
+RUN = "/training_runs/{model_id}"
+CHECKPOINT = f"{RUN}/checkpoints/{{kind}}/{{name}}"
+ROUTES: dict[str, dict[str, Callable[..., Any]]] = {
+    "GET": {
+        "/get_server_capabilities": TinkerApp.capabilities,
+        "/samplers/{sampler_id}": TinkerApp.get_sampler,
+        "/sessions/{session_id}": TinkerApp.get_session,
+        RUN: TinkerApp.get_run,
+        f"{RUN}/checkpoints": TinkerApp.list_checkpoints,
+        "/sessions": TinkerApp.list_sessions,
+        "/training_runs": TinkerApp.list_runs,
+        "/checkpoints": TinkerApp.list_all_checkpoints,
+    },
+    "POST": {
+        "/client/config": lambda app, fields: CLIENT_CONFIG,
+        "/client/dynamic_config": lambda app, fields: {"sample_cancel_enabled": True},
+        "/telemetry": lambda app, fields: {"status": "accepted"},
+        "/create_session": TinkerApp.create_session,
+        "/session_heartbeat": TinkerApp.heartbeat,
+        "/sessions/{session_id}/finish": TinkerApp.finish,
+        "/create_model": TinkerApp.create_model,
+        "/get_info": TinkerApp.get_info,
+        "/unload_model": TinkerApp.unload,
+        "/optim_step": TinkerApp.optim_step,
+        "/save_weights": TinkerApp.save_weights,
+        "/save_weights_for_sampler": TinkerApp.save_for_sampler,
+        "/save_weights_external": TinkerApp.save_external,
+        "/load_weights": TinkerApp.load_weights,
+        "/create_sampling_session": TinkerApp.create_sampler,
+        "/join_sampling_session": TinkerApp.join_sampler,
+        "/asample": TinkerApp.sample,
+        "/retrieve_future": TinkerApp.retrieve,
+        "/cancel_future": TinkerApp.cancel,
+        "/weights_info": TinkerApp.weights_info,
+    },
+    "DELETE": {CHECKPOINT: TinkerApp.delete_checkpoint},
+    "PUT": {f"{CHECKPOINT}/ttl": TinkerApp.set_ttl},
+}
+PAGES = (TinkerApp.list_sessions, TinkerApp.list_runs, TinkerApp.list_all_checkpoints)
+"""Methods that take the limit and the offset of the query."""
+AUDITED = (
+    *(TinkerApp.create_session, TinkerApp.finish, TinkerApp.create_model, TinkerApp.load_weights),
+    *(TinkerApp.save_weights, TinkerApp.save_for_sampler, TinkerApp.save_external),
+    *(TinkerApp.delete_checkpoint, TinkerApp.set_ttl),
+)
+"""Methods whose requests the audit log has."""
+
+
+def _answer(answer: Callable[..., Any], request: Request, body: Any) -> Any:
+    """Answer a request by a method of `TinkerApp`."""
+    app: TinkerApp = request.state.account
+    arguments: list[Any] = [Fields(body)] if request.method in ("POST", "PUT") else []
+    if answer in PAGES:
+        # Accounts, which the query may name too, do not matter here.
+        query = request.scope["query_string"].decode("latin-1")
+        values = dict(re.findall(r"(limit|offset)=(\d{1,9})", query))
+        arguments = [int(values.get("limit", 100)), int(values.get("offset", 0))]
+    if answer not in AUDITED:
+        return answer(app, *arguments, **request.path_params)
+    names = ("session_id", "model_id", "path", "seq_id")
+    about = {name: body[name] for name in names if name in (body or ())} | request.path_params
+    shown = {key: str(x)[:300] for key, x in about.items() if isinstance(x, (str, int))}
+    log = app.service.store.root / "audit.jsonl"
+    with users.audited(log, app.own.user.name, answer.__name__, shown):
+        return answer(app, *arguments, **request.path_params)
+
+
 async def _forward_backward(request: Request, body: bytes) -> Answer:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if media_type != http.PROTOBUF or "content-encoding" in request.headers:
         raise ApiError(415, f"data come as {http.PROTOBUF}, as from tinker 0.38.0, not compressed")
     message = await asyncio.to_thread(wire.parse_forward_backward, body)
     return await request.state.account.forward_backward(message)
-
-
-def _of_page(answer: Callable[..., Any]) -> Callable[[Request, Any], Any]:
-    """Pass limit and offset of the query. Accounts, which it may name too, do not matter here."""
-
-    def of_query(request: Request, body: Any) -> Any:
-        query = request.scope["query_string"].decode("latin-1")
-        values = dict(re.findall(r"(limit|offset)=(\d{1,9})", query))
-        limit, offset = int(values.get("limit", 100)), int(values.get("offset", 0))
-        return answer(request.state.account, limit, offset)
-
-    return of_query
 
 
 def _refuse(request: Request, body: Any) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import queue
 import re
 import secrets
@@ -316,11 +317,11 @@ class Sessions:
         model_id = session.name("train", number)
         with self.service.lock:
             if number not in session.runs:
-                limits = [(self.service.num_runs, self.service.most_runs, "--max-loras")]
-                if self.user.most_runs is not None:
-                    limits.append((self.num_runs, self.user.most_runs, f"of {self.user.name}"))
-                for count, most, name in limits:
-                    if count >= most:
+                for count, most, name in (
+                    (self.service.num_runs, self.service.most_runs, "--max-loras"),
+                    (self.num_runs, self.user.most_clients, f"of {self.user.name}"),
+                ):
+                    if count + 1 > most:
                         raise ApiError(
                             400,
                             f"there are {count} training clients already ({name}); close a client",
@@ -417,13 +418,13 @@ class Sessions:
 
         Raises ApiError if it cannot be written, or the user has no room for it.
         """
-        most = self.user.most_bytes
-        size = 0 if most is None else self.store.size()
-        if most is not None and size >= most:
+        most = self.user.most_gigabytes * 1e9
+        size = self.store.size() if most < math.inf else 0
+        if size >= most:
             raise ApiError(
                 507,
                 f"{path} cannot be saved: the states of {self.user.name} take {size} bytes, of "
-                f"{most} at most; delete some",
+                f"{most:.0f} at most; delete some",
             )
         self.store.save(path, adapter, about, seconds)
         self.service.snapshots.drop((self.user.name, path))

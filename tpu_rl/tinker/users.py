@@ -10,17 +10,20 @@ Each user sees sessions and states of their own only.
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import json
+import math
 import re
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpu_rl import run_files
-from tpu_rl.errors import InputError
+from tpu_rl.errors import refused
+from tpu_rl.serving.protocol import ApiError
 
 KEY_START = "tml-"
 """The beginning of every key: the client asks for it."""
@@ -35,70 +38,59 @@ class User(NamedTuple):
     name: str = ""
     """Empty: the only user of a server without a file of keys."""
     key: str = ""
-    most_runs: int | None = None
+    most_clients: float = math.inf
     """Training clients at once."""
-    most_bytes: int | None = None
+    most_gigabytes: float = math.inf
     """Of saved states."""
 
 
 def read(path: Path) -> list[User]:
     """Read the users of a file. Raises InputError if it is no file of keys."""
-    try:
-        tables = tomllib.loads(run_files.read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise _wrong(path, str(error)) from None
-    users = [_user(path, name, table) for name, table in tables.items()]
-    if not users or len({user.key for user in users}) < len(users):
-        raise _wrong(path, "two users have the same key" if users else "it has no user")
-    return users
-
-
-def _user(path: Path, name: str, table: Any) -> User:
-    if not NAME.fullmatch(name) or not isinstance(table, dict):
-        raise _wrong(path, f"{name[:80]!r} is no name of a user with a table")
-    key = table.get("key")
-    if not isinstance(key, str) or not key.startswith(KEY_START) or len(key) < SHORTEST_KEY:
-        raise _wrong(path, f"the key of {name} is no {KEY_START}... of {SHORTEST_KEY} or more")
-    unknown = table.keys() - {"key", *LIMITS}
-    if unknown:
-        raise _wrong(path, f"{name} has {min(unknown)!r}; users have key, {', '.join(LIMITS)}")
-    for limit in LIMITS:
-        value = table.get(limit, 1)
-        if type(value) not in (int, float) or not 0 < value < 1e9:
-            raise _wrong(path, f"{limit} of {name} is no number above 0")
-    clients, gigabytes = (table.get(limit) for limit in LIMITS)
-    most_bytes = None if gigabytes is None else int(gigabytes * 1e9)
-    return User(name, key, None if clients is None else int(clients), most_bytes)
-
-
-def _wrong(path: Path, why: str) -> InputError:
-    return InputError(
+    with refused(
+        (ValueError, RecursionError),
         "the file of keys cannot be read",
         where=f"--api-keys {path}",
-        why=why,
         fix='write a table for each user, as [ann] and below it key = "tml-..."',
-    )
+    ):
+        tables = tomllib.loads(run_files.read_text(path))
+        users = [_user(name, table) for name, table in tables.items()]
+        if not users or len({user.key for user in users}) < len(users):
+            raise ValueError("two users have the same key" if users else "it has no user")
+        return users
 
 
-def user_of(users: list[User], key: str | None) -> User | None:
-    """Return the user of a key. The time does not tell how much of it is right."""
-    encoded = (key or "").encode()
-    owners = [user for user in users if hmac.compare_digest(encoded, user.key.encode())]
-    return owners[0] if owners else None
+def _user(name: str, table: Any) -> User:
+    if not NAME.fullmatch(name) or not isinstance(table, dict):
+        raise ValueError(f"{name[:80]!r} is no name of a user with a table")
+    key = table.get("key")
+    if not isinstance(key, str) or not key.startswith(KEY_START) or len(key) < SHORTEST_KEY:
+        raise ValueError(f"the key of {name} is no {KEY_START}... of {SHORTEST_KEY} or more")
+    for setting, value in table.items():
+        if setting not in ("key", *LIMITS):
+            raise ValueError(f"{name} has {setting!r}; users have key, {', '.join(LIMITS)}")
+        if setting != "key" and (type(value) not in (int, float) or not 0 < value < 1e9):
+            raise ValueError(f"{setting} of {name} is no number above 0")
+    return User(name, **table)
 
 
-class AuditLog:
-    """A line of JSON for each request that makes, saves, loads or deletes something."""
+@contextlib.contextmanager
+def audited(path: Path, user: str, action: str, about: dict[str, str]) -> Iterator[None]:
+    """Append a line of JSON about a request, with its status, when it has been answered.
 
-    def __init__(self, path: Path):
-        self._path = path
-
-    def write(self, user: str, action: str, status: int, **about: Any) -> None:
-        """Append a line. A log that cannot be written stops no work."""
+    A log that cannot be written stops no work.
+    """
+    status = 500
+    try:
+        yield
+        status = 200
+    except ApiError as error:
+        status = error.status
+        raise
+    finally:
         line = {"time": time.time(), "user": user, "action": action, "status": status, **about}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            print(f"error: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"error: {path} cannot be written: {error.strerror}", file=sys.stderr)

@@ -231,17 +231,11 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
     # The package starlette is there, as checked before.
     from tpu_rl.tinker import app as tinker_app
 
-    apps = {
-        name: tinker_app.TinkerApp(own, language.tokenizer, names, directory)
-        for name, own in service.users.items()
-    }
-
-    def find(key: str | None) -> tinker_app.TinkerApp | None:
-        user = people[0] if is_open else users.user_of(people, key)
-        return None if user is None else apps[user.name]
-
-    log = users.AuditLog(flags.state_dir / "audit.jsonl")
-    asgi = tinker_app.application(find, log, is_open=is_open)
+    apps = [
+        tinker_app.TinkerApp(own, language.tokenizer, names, directory)
+        for own in service.users.values()
+    ]
+    asgi = tinker_app.application(apps, is_open=is_open)
 
     def line(url: str) -> str:
         key = "tml-local" if is_open else "KEY"
