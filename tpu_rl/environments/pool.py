@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpu_rl import ranges, user_code
@@ -308,12 +308,14 @@ def _nonce() -> int:
     return secrets.randbits(63)
 
 
-class _Ask(NamedTuple):
+@dataclass
+class _Ask:
     """A request that waits for its reply."""
 
     request: dict[str, Any]
-    future: Future[Reply]
     seconds: float
+    future: Future[Reply] = field(default_factory=Future)
+    deadline: float = math.inf
 
 
 class _Local:
@@ -351,27 +353,24 @@ class _Worker:
         self.lost = ""
         """The reason why the process has ended."""
         self.loaded: Future[dict[str | None, Description]] = Future()
-        self._environment = environment
+        self._name = environment
         self._limits = limits
         self._asks: queue.SimpleQueue[_Ask | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         self._lock = threading.Lock()
         self._pending: dict[int, _Ask] = {}
-        self._deadlines: dict[int, float] = {}
-        self._overdue: dict[int, int] = {}
-        """Id of a question about a call -> id of the call."""
         threading.Thread(target=self._run, name="environment worker", daemon=True).start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> Future[Reply]:
         """Send a request. Its time begins when the process gets it."""
-        future: Future[Reply] = Future()
+        ask = _Ask(request, seconds)
         with self._lock:
             if self.lost:
-                future.set_result(Reply(fault=self.lost))
+                ask.future.set_result(Reply(fault=self.lost))
             else:
-                self._asks.put(_Ask(request, future, seconds))
+                self._asks.put(ask)
                 os.write(self._wake_write, b"x")
-        return future
+        return ask.future
 
     def stop(self) -> None:
         """End the process."""
@@ -387,7 +386,7 @@ class _Worker:
         process = None
         reason = "its process does not start"
         try:
-            process = workers.spawn(worker_process.__file__, memory_bytes, [self._environment])
+            process = workers.spawn(worker_process.__file__, memory_bytes, [self._name])
             reason = "the program failed"
             workers.Output("an environment").follow(process.popen)
             reason = self._load(process) or self._serve(process)
@@ -409,33 +408,20 @@ class _Worker:
 
     def _load(self, process: workers.Process) -> str:
         """Read the first reply. Return the reason why there is none, or ""."""
-        deadline = time.monotonic() + START_SECONDS
-        reply = workers.read_frame(process, deadline, MAX_REPLY_BYTES)
-        match None if reply is None else workers.parsed(reply):
-            case {"descriptions": list() as descriptions}:
-                self.loaded.set_result({name: Description(*rest) for name, rest in descriptions})
-                return ""
-            case {"input_error": [what, where, why, fix]}:
-                error = InputError(what, where=where, why=why, fix=fix)
-            case {"machine_error": [what, where, why, fix]}:
-                error = MachineError(what, where=where, why=why, fix=fix)
-            case _:
-                in_time = time.monotonic() < deadline
-                reason, frames = self._reason(process, START_SECONDS, in_time)
-                error = InputError(
-                    "the environment does not load",
-                    where=self._environment,
-                    why="\n".join([reason, *frames[:6]]),
-                    fix=user_code.FIX_FILE,
-                )
-        self.loaded.set_exception(error)
-        return f"its process does not start: {error.what}: {error.why}"
+        types = {"descriptions": list}
+        try:
+            reply = workers.loaded(process, self._name, "environment", START_SECONDS, types)
+        except (InputError, MachineError) as error:
+            self.loaded.set_exception(error)
+            return f"its process does not start: {error.what}: {error.why}"
+        self.loaded.set_result({name: Description(*rest) for name, rest in reply["descriptions"]})
+        return ""
 
     def _serve(self, process: workers.Process) -> str:
         """Answer requests until the process ends. Return the reason of its end."""
         while True:
             now = time.monotonic()
-            deadline = min(self._deadlines.values(), default=math.inf)
+            deadline = min((ask.deadline for ask in self._pending.values()), default=math.inf)
             # A child that a method left behind may keep the pipe open after the process ended.
             timeout = min(max(deadline - now, 0), 1.0) if self._pending else None
             ready, _, _ = select.select([process.replies, self._wake_read], [], [], timeout)
@@ -443,9 +429,9 @@ class _Worker:
                 end = time.monotonic() + WRITE_SECONDS
                 frame = workers.read_frame(process, end, MAX_REPLY_BYTES)
                 if frame is None or not self._take(workers.parsed(frame)):
-                    return self._reason(process, WRITE_SECONDS, True)[0]
+                    return self._reason(process, WRITE_SECONDS, True)
             elif self._pending and process.popen.poll() is not None:
-                return self._reason(process, WRITE_SECONDS, True)[0]
+                return self._reason(process, WRITE_SECONDS, True)
             if self._wake_read in ready:
                 os.read(self._wake_read, 1 << 16)
             while not self._asks.empty():
@@ -453,28 +439,28 @@ class _Worker:
                 if ask is None:
                     return "it was stopped"
                 if not self._send(process, _nonce(), ask):
-                    return self._reason(process, WRITE_SECONDS, False)[0]
-            for number in self._late():
-                if number in self._overdue:
-                    late = self._overdue[number]
+                    return self._reason(process, WRITE_SECONDS, False)
+            now = time.monotonic()
+            for number, ask in list(self._pending.items()):
+                if ask.deadline > now:
+                    continue
+                if ask.request["ask"] == "where":
                     # The call itself may have been answered since.
-                    if late in self._pending:
-                        seconds = self._pending[late].seconds
-                        self._fail(late, self._reason(process, seconds, False)[0])
+                    late = self._pending.pop(ask.request["call"], None)
+                    if late is not None:
+                        reason = self._reason(process, late.seconds, False)
+                        late.future.set_result(Reply(fault=reason))
                     return "its process was stopped, because another episode did not answer"
-                question = _nonce()
-                self._overdue[question] = number
-                self._deadlines[number] = math.inf
-                future: Future[Reply] = Future()
-                where = {"ask": "where", "call": number}
-                if not self._send(process, question, _Ask(where, future, GRACE_SECONDS)):
-                    return self._reason(process, WRITE_SECONDS, False)[0]
+                ask.deadline = math.inf
+                where = _Ask({"ask": "where", "call": number}, GRACE_SECONDS)
+                if not self._send(process, _nonce(), where):
+                    return self._reason(process, WRITE_SECONDS, False)
 
     def _send(self, process: workers.Process, number: int, ask: _Ask) -> bool:
         """Send a request. Return False if the process does not take it."""
         if ask.request["ask"] != "release":
             self._pending[number] = ask
-            self._deadlines[number] = time.monotonic() + ask.seconds
+            ask.deadline = time.monotonic() + ask.seconds
         data = pickle.dumps({**ask.request, "id": number})
         frame = struct.pack("<Q", len(data)) + data
         return workers.write(process, frame, time.monotonic() + WRITE_SECONDS)
@@ -483,42 +469,26 @@ class _Worker:
         """Give a reply to whoever waits for it. Return False if it breaks the protocol."""
         if not isinstance(reply, dict) or not isinstance(reply.get("id"), int):
             return False
-        number = reply["id"]
-        if number in self._overdue:
-            late = self._overdue.pop(number)
-            self._pending.pop(number)
-            self._deadlines.pop(number)
-            if late in self._pending:
+        ask = self._pending.pop(reply["id"], None)
+        if ask is None:  # The reply to a call that was given up is no error.
+            return True
+        if ask.request["ask"] == "where":
+            late = self._pending.pop(ask.request["call"], None)
+            if late is not None:
                 self.retired = True
                 where = f" ({reply['frames']})" if reply.get("frames") else ""
-                seconds = self._pending[late].seconds
-                self._fail(late, f"no answer within {seconds:.3g} s{where}")
+                why = f"no answer within {late.seconds:.3g} s{where}"
+                late.future.set_result(Reply(fault=why))
             return True
-        # The reply to a call that was given up is no error.
-        ask = self._pending.pop(number, None)
-        self._deadlines.pop(number, None)
-        if ask is not None:
-            try:
-                ask.future.set_result(_as_reply(reply))
-            except (TypeError, ValueError):
-                ask.future.set_result(Reply(fault="its process broke the protocol"))
-                return False
+        try:
+            ask.future.set_result(_as_reply(reply))
+        except (TypeError, ValueError):
+            ask.future.set_result(Reply(fault="its process broke the protocol"))
+            return False
         return True
 
-    def _late(self) -> list[int]:
-        """Return the ids of requests whose time is over."""
-        now = time.monotonic()
-        return [number for number, deadline in self._deadlines.items() if deadline <= now]
-
-    def _fail(self, number: int, reason: str) -> None:
-        self._deadlines.pop(number, None)
-        self._pending.pop(number).future.set_result(Reply(fault=reason))
-
-    def _reason(
-        self, process: workers.Process, seconds: float, in_time: bool
-    ) -> tuple[str, list[str]]:
-        file = self._environment.rpartition(":")[0] if named.is_file(self._environment) else "\0"
-        return workers.reason_of_end(process, file, seconds, in_time)
+    def _reason(self, process: workers.Process, seconds: float, in_time: bool) -> str:
+        return workers.reason_of_end(process, self._name, seconds, in_time)[0]
 
 
 def _as_reply(reply: Mapping[str, Any]) -> Reply:

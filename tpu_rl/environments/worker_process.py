@@ -189,8 +189,7 @@ def main(
 ) -> None:
     """Load the environment, then answer requests.
 
-    The first reply is {"descriptions": [[name, description], ...]}, {"input_error": [...]} or
-    {"machine_error": [...]}.
+    The first reply is {"descriptions": [[name, description], ...]} or {"error": [...]}.
 
     The arguments are those of `worker_child.begin`, and the name of the environment (`named.load`).
     """
@@ -198,12 +197,8 @@ def main(
     try:
         factories = named.load(environment)
         descriptions = describe_all(factories, environment)
-    except InputError as error:
+    except (InputError, MachineError) as error:
         worker_child.reply(replies, worker_child.as_lists(error))
-        return
-    except MachineError as error:
-        reply = worker_child.as_lists(error)
-        worker_child.reply(replies, {"machine_error": reply["input_error"]})
         return
     worker_child.reply(replies, {"descriptions": list(descriptions.items())})
     host = Host(factories)

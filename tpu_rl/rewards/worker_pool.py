@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_rl import ranges, user_code
+from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.ranges import NotNegative, Positive, Share
 from tpu_rl.rewards import worker_process
@@ -160,7 +160,6 @@ class Worker:
         self._reaper()
 
     def _start(self, seconds: float) -> tuple[workers.Process, list[list[Any]] | None]:
-        deadline = time.monotonic() + seconds
         self._no_memory = False
         self._size = 0
         self._size_after_first = 0
@@ -168,28 +167,19 @@ class Worker:
         self._output.follow(process.popen)
         self._reaper = weakref.finalize(self, workers.reap, process)
         self._process = process
-        reply = workers.read_frame(process, deadline, 1 << 20)
-        loaded = None if reply is None else workers.parsed(reply)
-        match loaded:
-            case {"parameters": list() | None as parameters, "whole_batch": bool() as whole_batch}:
-                self.whole_batch = whole_batch
-                return process, parameters
-            case {"input_error": [what, where, why, fix]}:
-                self.stop()
-                raise InputError(what, where=where, why=why, fix=fix)
-        failure = self._end(seconds, deadline)
-        raise InputError(
-            "the reward file does not load",
-            where=self.path,
-            why=f"{failure}\n{failure.frames}".strip(),
-            fix=user_code.FIX_FILE,
-        )
+        types = {"parameters": list | None, "whole_batch": bool}
+        try:
+            reply = workers.loaded(process, self.path, "reward file", seconds, types)
+        except BaseException:
+            self.stop()
+            raise
+        self.whole_batch = reply["whole_batch"]
+        return process, reply["parameters"]
 
     def _end(self, seconds: float, deadline: float) -> RewardFailure:
         """Kill a process that did not reply, and return what is known about the reason."""
         in_time = time.monotonic() < deadline
-        user_file = self.path.rpartition(":")[0]
-        reason, frames = workers.reason_of_end(self._process, user_file, seconds, in_time)
+        reason, frames = workers.reason_of_end(self._process, self.path, seconds, in_time)
         self.stop()
         return RewardFailure(reason, "\n".join(frames[:6]))
 

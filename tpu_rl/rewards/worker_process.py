@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.errors import InputError, MachineError, TpuRlError
 from tpu_rl.runtime import segments, verl_rewards, worker_child
 from tpu_rl.runtime.worker_child import MAX_TEXT, as_number, shorten
 
@@ -110,7 +110,7 @@ def main(
     """Load the function, then answer each request (number, arguments, size).
 
     The first reply is {"parameters": [[name, kind, has a default], ...], "whole_batch": bool} or
-    {"input_error": [...]}. The others are {"values": [...]} or {"failure": [message, frames],
+    {"error": [...]}. The others are {"values": [...]} or {"failure": [message, frames],
     "is_wrong_count": bool}, with the request's number, the bytes of the address space, and
     "no_memory".
 
@@ -121,7 +121,7 @@ def main(
         function = verl_rewards.adapt(user_code.load_function(path, "reward"))
         loaded = {"parameters": _parameters(function), "whole_batch": sees_whole_batch(function)}
         worker_child.reply(replies, loaded)
-    except InputError as error:
+    except (InputError, MachineError) as error:
         worker_child.reply(replies, worker_child.as_lists(error))
         return
     process = os.getpid()

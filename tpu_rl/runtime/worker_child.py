@@ -205,8 +205,8 @@ def failure_of(error: BaseException) -> tuple[str, str]:
 
 def as_lists(error: TpuRlError) -> dict[str, list[str]]:
     """Return an error as the first reply of a worker that could not begin."""
-    texts = [error.what, error.where, error.why, error.fix]
-    return {"input_error": [text[:MAX_TEXT] for text in texts]}
+    texts = [type(error).__name__, error.what, error.where, error.why, error.fix]
+    return {"error": [text[:MAX_TEXT] for text in texts]}
 
 
 def shorten(value: Any) -> str:

@@ -17,15 +17,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
+from tpu_rl import user_code
+from tpu_rl.errors import InputError, MachineError
 from tpu_rl.redaction import redact
 from tpu_rl.runtime import child_processes, worker_child
 
 MAX_OUTPUT_BYTES = 64 * 1024
 """Bytes that a worker may print. The rest is read and dropped."""
+MAX_FIRST_BYTES = 16 * 2**20
+"""Bytes of a worker's first reply."""
 
 
 PROGRAM = """
@@ -91,6 +96,38 @@ def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
     return Process(popen, our_requests, our_replies, our_crash, mark)
 
 
+def loaded(
+    process: Process, path: str, kind: str, seconds: float, types: Mapping[str, type | UnionType]
+) -> dict[str, Any]:
+    """Return a worker's first reply: its program has loaded.
+
+    Args:
+        path: FILE.py:NAME, or the name of something else that the worker loads.
+        kind: the name of that, for messages: "reward file".
+        seconds: the time for it.
+        types: the keys of the reply, and the types of their values.
+
+    Raises:
+        InputError, MachineError: if the worker replied so, or not at all.
+    """
+    deadline = time.monotonic() + seconds
+    frame = read_frame(process, deadline, MAX_FIRST_BYTES)
+    match None if frame is None else parsed(frame):
+        case {"error": ["MachineError", what, where, why, fix]}:
+            raise MachineError(what, where=where, why=why, fix=fix)
+        case {"error": ["InputError", what, where, why, fix]}:
+            raise InputError(what, where=where, why=why, fix=fix)
+        case dict(reply) if all(isinstance(reply.get(key), of) for key, of in types.items()):
+            return reply
+    reason, frames = reason_of_end(process, path, seconds, time.monotonic() < deadline)
+    raise InputError(
+        f"the {kind} does not load",
+        where=path,
+        why="\n".join([reason, *frames[:6]]),
+        fix=user_code.FIX_FILE,
+    )
+
+
 def reap(process: Process) -> None:
     """End a worker and all that it started, daemons too, and close its pipes."""
     child_processes.groups.discard(process.popen.pid)
@@ -104,14 +141,14 @@ def reap(process: Process) -> None:
 
 
 def reason_of_end(
-    process: Process, user_file: str, seconds: float, in_time: bool
+    process: Process, path: str, seconds: float, in_time: bool
 ) -> tuple[str, list[str]]:
     """Return why a worker did not reply, and the frames that it was in, innermost first.
 
     A worker that still lives is aborted.
 
     Args:
-        user_file: the file whose line is named, if one of the frames is in it.
+        path: FILE.py:NAME. A line of this file is named, if one of the frames is in it.
         seconds: the limit of the call.
         in_time: whether the limit was not yet reached.
     """
@@ -125,7 +162,8 @@ def reason_of_end(
         popen.send_signal(signal.SIGABRT)
         _wait(popen, 2.0)
     frames = _crash_frames(process.crash)
-    user_frames = [frame for frame in frames if user_file in frame]
+    file = path.rpartition(":")[0]
+    user_frames = [frame for frame in frames if file.endswith(".py") and file in frame]
     where = f" ({_short_frame((user_frames or frames)[0])})" if frames else ""
     if code is None and in_time:
         reason = "its process broke the protocol"
