@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_rewards_whose_row_says_so_run_during_sampling():
     functions = registry.reward_functions(resolved, rewards.DEFAULT_LIMITS, True)
     assert names == {"math", "python_checks", "python_tests"}
     assert {name for name in functions if rewards.runs_during_sampling(functions[name])} == names
-    assert rewards.runs_during_sampling(programs.VERIFIERS["python_tests"].score_unsandboxed)
+    assert rewards.runs_during_sampling(partial(programs.python_tests, confine=False))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -171,9 +172,9 @@ def _built_in(row: Verifier, allow_unsandboxed_code: bool) -> Reward:
         if row.require_sandbox is not None:
             row.require_sandbox()
     except MachineError:
-        if row.score_unsandboxed is None or not allow_unsandboxed_code:
+        if not allow_unsandboxed_code:
             raise
-        return row.score_unsandboxed
+        return functools.partial(row.score, confine=False)
     return row.score
 
 

@@ -47,6 +47,13 @@ MIN_COLUMNS = 32
 MAX_TOKENS = 4096
 """Tokens of a prompt with its completion. Longer ones are not scored."""
 
+AGGREGATES: dict[str, tuple[str, ...]] = {
+    "last": (),
+    "sentences": ("attention", "sum"),
+    "steps": get_args(reward_score.StepAggregate),
+}
+"""Kind of a `ScoreReadout` -> its aggregates."""
+
 Score = Callable[[Params, Array, Array], Array]
 """(params, tokens [B, T], action_mask [B, T]) -> scores [B] float32. The mask is
 True on completions and their ends."""
@@ -178,6 +185,10 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
 def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]:
     """Return the score of a reward model, and the shares of its parts, both jitted."""
 
+    known = AGGREGATES[reading.kind]
+    if reading.aggregate not in known and known:
+        raise unknown_name(f"aggregate of {reading.kind}", reading.aggregate, known, FILE)
+    aggregate: Any = reading.aggregate
     pessimistic = partial(
         reward_score.pessimistic,
         penalty=reading.penalty,
@@ -208,10 +219,8 @@ def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]
                 return reward_score.prefix_shares(values, ends, action_mask)
             case "sentences":
                 starts = reward_score.sentence_starts(ends, action_mask)
-                aggregate = _aggregate(reading, ("attention", "sum"))
                 return reward_score.sentence_shares(head, ends, starts, sequences, aggregate)
             case "steps":
-                aggregate = _aggregate(reading, get_args(reward_score.StepAggregate))
                 return reward_score.step_shares(head[..., 0], ends, action_mask, aggregate)
 
     def score(params: Params, tokens: Array, action_mask: Array) -> Array:
@@ -223,25 +232,12 @@ def score_functions(model: Model, reading: ScoreReadout) -> tuple[Score, Shares]
                 values = pessimistic(head)
             case "sentences":
                 starts = reward_score.sentence_starts(ends, action_mask)
-                values = reward_score.sentence_scores(
-                    head, ends, starts, sequences, _aggregate(reading, ("attention", "sum"))
-                )
+                values = reward_score.sentence_scores(head, ends, starts, sequences, aggregate)
             case "steps":
-                values = reward_score.step_scores(
-                    head[..., 0],
-                    ends,
-                    sequences,
-                    _aggregate(reading, get_args(reward_score.StepAggregate)),
-                )
+                values = reward_score.step_scores(head[..., 0], ends, sequences, aggregate)
         return masked.total(values, last, axis=-1)
 
     return jax.jit(score), jax.jit(shares, static_argnames="changes")
-
-
-def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
-    if reading.aggregate not in known:
-        raise unknown_name(f"aggregate of {reading.kind}", reading.aggregate, known, FILE)
-    return reading.aggregate
 
 
 def score_rows(

@@ -7,6 +7,7 @@ during sampling and docs/reference/rewards.md read the row.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -43,11 +44,9 @@ class Verifier(NamedTuple):
     in_workers: bool = False
     """True if the function computes in other processes and needs no whole batch. It then scores
     complete groups while others are decoded."""
-    score_unsandboxed: Reward | None = None
-    """A reward that has it runs programs in the sandbox. This one runs them without, for
-    --allow-unsandboxed-code where the kernel has no sandbox."""
     require_sandbox: Callable[[], None] | None = None
-    """Raises MachineError where the kernel has no sandbox, if the reward runs programs in it."""
+    """A reward that has it runs programs in the sandbox; with confine=False it runs them without,
+    for --allow-unsandboxed-code. It raises MachineError where the kernel has no sandbox."""
     make: Callable[..., Reward] | None = None
     """Returns the reward with settings, as `NAME(KEY=VALUE, ...)` names them. The defaults of its
     parameters say of which kind each setting is; a function stands for the name of a reward."""
@@ -63,7 +62,7 @@ class Verifier(NamedTuple):
     @property
     def needs_sandbox(self) -> bool:
         """True if the reward runs programs that a model wrote."""
-        return self.score_unsandboxed is not None
+        return self.require_sandbox is not None
 
 
 def with_settings(make: Callable[..., Reward], *required: str) -> Verifier:
@@ -79,8 +78,8 @@ def answer_readers(name: str | None) -> AnswerReaders:
 
 def row_of(function: Reward) -> Verifier | None:
     """Find the row of a built-in reward by its function; None for any other function."""
-    rows = wings.VERIFIERS.loaded()
-    return next((row for row in rows if function in (row.score, row.score_unsandboxed)), None)
+    score = function.func if isinstance(function, functools.partial) else function
+    return next((row for row in wings.VERIFIERS.loaded() if row.score == score), None)
 
 
 def runs_during_sampling(function: Reward) -> bool:

@@ -27,6 +27,7 @@ from tpu_rl.rollout.scoring import (
     entries,
     first_of_runs,
     group_size,
+    number_of_run,
     renumbered,
     with_episode_ids,
     with_parents,
@@ -125,13 +126,13 @@ def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     """
     rounds = _alike(rounds)
     group_id = _unique_ids(scored.rollout.group_id for scored in rounds)
-    starts = first_of_runs(group_id)
-    group_of_row = np.repeat(np.arange(len(starts)), np.diff([*starts, len(group_id)]))[rows]
+    group_of_row = number_of_run(group_id)[rows]
     data_rows = [row for scored in rounds for row in scored.rows]
     rollout = entries(_joined([scored.rollout for scored in rounds]), rows)
-    changed = {"group_id": _renumber(group_id[rows])}
+    changed = {"group_id": number_of_run(group_id[rows])}
     if rollout.episode_id is not None:
-        changed["episode_id"] = _renumber(_unique_ids(r.rollout.episode_id for r in rounds)[rows])
+        episode_id = _unique_ids(scored.rollout.episode_id for scored in rounds)
+        changed["episode_id"] = number_of_run(episode_id[rows])
     if rollout.parent is not None:
         offsets = np.cumsum([0, *(len(scored.rewards) for scored in rounds[:-1])])
         parents = np.concatenate(
@@ -214,12 +215,6 @@ def _unique_ids(ids: Iterable[Any]) -> np.ndarray:
     """Return the ids of the rows of all rounds such that they differ between rounds."""
     numbered = enumerate(np.asarray(of_round, np.int64) for of_round in ids)
     return np.concatenate([values + (number << 32) for number, values in numbered])
-
-
-def _renumber(ids: np.ndarray) -> np.ndarray:
-    """Return the number of the run of equal neighbors that each id is in."""
-    starts = first_of_runs(ids)
-    return np.repeat(np.arange(len(starts), dtype=np.int32), np.diff([*starts, len(ids)]))
 
 
 def all_sampled(scored: Scored) -> Scored:

@@ -600,7 +600,8 @@ def by_row(scored: Scored, rows: EpisodeRows) -> Scored:
 
 def number_of_run(ids: np.ndarray) -> np.ndarray:
     """Return the number, from 0, of the run of equal neighbors that each of `ids` [N] is in."""
-    return np.searchsorted(first_of_runs(ids), np.arange(len(ids)), side="right") - 1
+    starts = first_of_runs(ids)
+    return np.repeat(np.arange(len(starts), dtype=np.int32), np.diff([*starts, len(ids)]))
 
 
 def first_of_runs(ids: np.ndarray) -> np.ndarray:

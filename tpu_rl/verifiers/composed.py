@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -51,8 +52,15 @@ def values_of(
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
+    rows: Sequence[int] | None = None,
 ) -> list[float | RewardFailure | None]:
-    """Return a reward's value of each completion: None without one, a failure for a fault."""
+    """Return a reward's value of each completion: None without one, a failure for a fault.
+
+    With `rows`, only these completions are judged, and only their values returned.
+    """
+    if rows is not None:
+        prompts, completions = ([values[row] for row in rows] for values in (prompts, completions))
+        columns = {name: [column[row] for row in rows] for name, column in columns.items()}
     if not completions:
         return []
     name = of.__name__ if inspect.isfunction(of) else "reward"
@@ -64,6 +72,14 @@ def values_of(
         if not fault.is_scored:
             values[fault.row] = RewardFailure(fault.message, fault.frames)
     return values
+
+
+def rows_of_groups(group: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each group, by the number of its group that each row has."""
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, number in enumerate(group):
+        rows_of[number].append(row)
+    return list(rows_of.values())
 
 
 def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> DeclaredReward:

@@ -5,7 +5,6 @@ A request is one message: the problem, the answer and the question about it; see
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,12 +160,9 @@ def pairs_of(group: Sequence[int], rivals: int) -> list[tuple[int, int]]:
         group: [N] the group of each row.
         rivals: the next rows of its group that each row meets, around the end.
     """
-    rows_of: dict[int, list[int]] = defaultdict(list)
-    for row, number in enumerate(group):
-        rows_of[number].append(row)
     pairs = {
         frozenset((row, rows[(i + k) % len(rows)]))
-        for rows in rows_of.values()
+        for rows in composed.rows_of_groups(group)
         for i, row in enumerate(rows)
         for k in range(1, min(rivals, len(rows) - 1) + 1)
     }

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -34,17 +34,13 @@ def after(of: Reward = math_equivalent, mark: str = "</think>") -> Reward:
     def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
         texts = [text_of(completion) for completion in completions]
         rows = [row for row, text in enumerate(texts) if mark in text]
-        answers = [_with_text(completions[row], texts[row].rpartition(mark)[2]) for row in rows]
-        results: list[Any] = [0.0] * len(texts)
-        values = composed.values_of(
-            of,
-            [prompts[row] for row in rows],
-            answers,
-            {name: [column[row] for row in rows] for name, column in columns.items()},
-        )
-        for row, value in zip(rows, values, strict=True):
-            results[row] = value
-        return results
+        answers = [
+            _with_text(completion, text.rpartition(mark)[2])
+            for completion, text in zip(completions, texts, strict=True)
+        ]
+        values = composed.values_of(of, prompts, answers, columns, rows)
+        value_of = dict(zip(rows, values, strict=True))
+        return [value_of.get(row, 0.0) for row in range(len(texts))]
 
     return composed.declare(score, of)
 
@@ -64,16 +60,9 @@ def for_rows(of: Reward = math_equivalent, column: str = "", values: str = "") -
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
         rows = [row for row, value in enumerate(columns[column]) if str(value) in names]
-        results: list[Any] = [None] * len(completions)
-        scores = composed.values_of(
-            of,
-            [prompts[row] for row in rows],
-            [completions[row] for row in rows],
-            {name: [every[row] for row in rows] for name, every in columns.items()},
-        )
-        for row, value in zip(rows, scores, strict=True):
-            results[row] = value
-        return results
+        scores = composed.values_of(of, prompts, completions, columns, rows)
+        score_of = dict(zip(rows, scores, strict=True))
+        return [score_of.get(row) for row in range(len(completions))]
 
     needs = [inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY)]
     return dataclasses.replace(
@@ -249,12 +238,10 @@ def majority(of: Reward = composed.no_score) -> Reward:
         prompts: Sequence[Any], completions: Sequence[Any], *, group: Sequence[int], **_: Any
     ) -> list[Any]:
         texts = [text_of(completion) for completion in completions]
-        rows_of: dict[int, list[int]] = defaultdict(list)
-        for row, number in enumerate(group):
-            rows_of[number].append(row)
-        groups = [[texts[row] for row in rows] for rows in rows_of.values()]
+        rows_of = composed.rows_of_groups(group)
+        groups = [[texts[row] for row in rows] for rows in rows_of]
         values: list[Any] = [0.0] * len(texts)
-        for rows, answers in zip(rows_of.values(), read_groups(groups), strict=True):
+        for rows, answers in zip(rows_of, read_groups(groups), strict=True):
             if isinstance(answers, Exception):
                 for row in rows:
                     values[row] = answers

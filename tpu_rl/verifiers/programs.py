@@ -321,10 +321,7 @@ def _names(source: str) -> tuple[set[str], set[str]]:
     return defined, {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def _runs_programs(score: Reward, **row: Any) -> Verifier:
-    """Make the row of a reward that may run programs without the sandbox, if the user allows it."""
-    unsandboxed = functools.partial(score, confine=False)
-    return Verifier(score, score_unsandboxed=unsandboxed, require_sandbox=sandbox.require, **row)
+_runs_programs = functools.partial(Verifier, require_sandbox=sandbox.require)
 
 
 VERIFIERS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,11 +78,8 @@ def diversity(size: int = 2) -> Reward:
             {tuple(ids[first : first + size]) for first in range(max(len(ids) - size + 1, 1))}
             for ids in completion_ids
         ]
-        rows_of: dict[int, list[int]] = defaultdict(list)
-        for row, number in enumerate(group):
-            rows_of[number].append(row)
         values: list[float | None] = [None] * len(grams)
-        for rows in rows_of.values():
+        for rows in composed.rows_of_groups(group):
             for row in rows:
                 others = [grams[other] for other in rows if other != row]
                 overlaps = [len(grams[row] & other) / len(grams[row] | other) for other in others]
