@@ -73,8 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "planner": STATE | {"train.update_step", "cost_model", "models", "sampler"},
     # Text, files and processes.
     "tokenizers": BASICS | {"untrusted_files"},
-    "data": STATE | {"storage"},
-    "runtime": STATE | {"redaction", "storage"},
+    "data": STATE | {"storage", "user_code"},
+    "runtime": STATE | {"redaction", "storage", "user_code"},
     "checkpoint": STATE | {"runtime", "metrics", "run_files", "storage"},
     "report": {"errors", "metrics", "redaction", "run_files", "evaluation.intervals"},
     # Experience.

@@ -10,13 +10,51 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tpu_rl.errors import InputError, did_you_mean, missing_file
 
 FIX_FILE = "repair it until `python FILE` runs without an error"
+PYTHON = "python:"
+"""The beginning of the name of something that a Python program passed."""
+
+
+class Passed:
+    """Objects that a Python program passed, by the names that flags have for them: PYTHON + NAME.
+
+    `kind` is the name of one in messages, and `fix` how to pass one again.
+    """
+
+    def __init__(self, kind: str, fix: str):
+        self.by_name: dict[str, Any] = {}
+        self._kind = kind
+        self._fix = fix
+
+    @contextmanager
+    def for_run(self, objects: Mapping[str, Any]) -> Iterator[None]:
+        """Let `find` find objects, too, in this context."""
+        before = dict(self.by_name)
+        self.by_name.update(objects)
+        try:
+            yield
+        finally:
+            self.by_name.clear()
+            self.by_name.update(before)
+
+    def find(self, path: str) -> Any:
+        """Return the object with a name. Raises InputError if this process has none."""
+        name = path.removeprefix(PYTHON)
+        if name not in self.by_name:
+            raise InputError(
+                f"the {self._kind} {name} came from Python; pass it again",
+                where=path,
+                why="it is not kept in the run folder, and nobody passed it in this process",
+                fix=self._fix,
+            )
+        return self.by_name[name]
 
 
 def load_function(path: str, kind: str) -> Callable[..., Any]:

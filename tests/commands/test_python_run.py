@@ -80,8 +80,8 @@ def test_it_does_what_the_command_does_and_returns_it(checkpoint, tmp_path, caps
     assert len(set(digests)) == 1
 
     # Nothing stays: neither rewards nor rows, signal handlers, threads or a mesh.
-    assert not registry._REGISTERED
-    assert not python_rows._ROWS
+    assert not registry.REGISTERED.by_name
+    assert not python_rows.ROWS.by_name
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert not {"watchdog", "signals"} & {thread.name for thread in threading.enumerate()}
     assert jax.sharding.get_abstract_mesh().empty
@@ -228,7 +228,7 @@ def test_another_process_is_told_that_rows_and_rewards_came_from_python(
     train(checkpoint, tmp_path, {"steps": 1})
     saved = tmp_path / "config.yaml"
     assert run.main([str(saved), "--run-dir", str(tmp_path), "--steps", "2"]) == 2
-    assert "the rows of this run came from Python" in capsys.readouterr().err
+    assert "the argument rows came from Python" in capsys.readouterr().err
 
 
 def test_importing_the_package_loads_no_jax():
@@ -252,7 +252,7 @@ class Repeat:
 
 
 def test_a_dict_of_classes_is_the_environment():
-    with named.registered_for_run({"dict": {"again": Repeat}}):
+    with named.PASSED.for_run({"dict": {"again": Repeat}}):
         settings = config.parse(["grpo", "--environment", "python:dict"])
         answering = compose.environment(settings)
     assert answering is not None

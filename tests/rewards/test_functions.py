@@ -38,7 +38,7 @@ def score(function, **columns):
 
 @pytest.fixture
 def no_registered(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(registry.REGISTERED, "by_name", {})
 
 
 # --- registered functions ---
@@ -56,7 +56,7 @@ def test_a_registered_function_has_a_name(no_registered):
 def test_a_function_that_nobody_registered_is_asked_for(no_registered):
     with pytest.raises(InputError) as error:
         registry.resolve("python:mine")
-    assert error.value.what == "the reward mine was a Python function; pass it again"
+    assert error.value.what == "the reward mine came from Python; pass it again"
 
 
 @pytest.mark.parametrize(("name", "near"), [("choise", "choice"), ("python_test", "python_tests")])
@@ -95,18 +95,19 @@ def test_rewards_whose_row_says_so_run_during_sampling():
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "what"),
+    ("name", "function", "where"),
     [
-        ("my.py:f", digit, "'my.py:f' is not a name for a reward function"),
-        ("", digit, "'' is not a name for a reward function"),
-        ("f", 1.0, "the reward f is no function"),
-        ("f", dict, "the reward f is no function"),
+        ("my.py:f", digit, "register('my.py:f', <function"),
+        ("", digit, "register('', <function"),
+        ("f", 1.0, "register('f', 1.0)"),
+        ("f", dict, "register('f', <class 'dict'>)"),
     ],
 )
-def test_only_functions_with_names_are_registered(no_registered, name, function, what):
+def test_only_functions_with_names_are_registered(no_registered, name, function, where):
     with pytest.raises(InputError) as error:
         rewards.register(name, function)
-    assert error.value.what == what
+    assert error.value.where.startswith(where)
+    assert "register('score', score)" in error.value.fix
 
 
 def test_a_fault_of_a_registered_function_costs_its_rows_only(no_registered):

@@ -39,7 +39,7 @@ def train(
         del arguments["evaluation_rows"]
         for name, rows_of_set in evaluation_rows.items():
             arguments[f"evaluation_rows.{name}"] = rows_of_set
-            sets.append(f"{name}={python_rows.PYTHON}evaluation_rows.{name}")
+            sets.append(f"{name}={user_code.PYTHON}evaluation_rows.{name}")
     given_rows = {name: given for name, given in arguments.items() if given is not None}
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]  # As TRL takes it.
@@ -54,14 +54,14 @@ def train(
             passed["environment"] = environment
         elif environment is not None:
             name = user_code.name_of(environment)
-            stack.enter_context(named.registered_for_run({name: environment}))
-            passed["environment"] = f"{named.PYTHON}{name}"
+            stack.enter_context(named.PASSED.for_run({name: environment}))
+            passed["environment"] = f"{user_code.PYTHON}{name}"
         if rows is not None:
-            passed["data.path"] = f"{python_rows.PYTHON}rows"
+            passed["data.path"] = f"{user_code.PYTHON}rows"
         if sets:
             passed["evaluation.sets"] = sets
         elif evaluation_rows is not None:
-            passed["data.evaluation-path"] = f"{python_rows.PYTHON}evaluation_rows"
+            passed["data.evaluation-path"] = f"{user_code.PYTHON}evaluation_rows"
         if rewards is not None:
             passed["reward"] = terms
         argv = [preset, *flags(overrides, passed)]
@@ -115,7 +115,7 @@ def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[
                 why="metrics and samples could not tell them apart",
                 fix="rename one",
             )
-        return f"{reward_registry.PYTHON}{name}"
+        return f"{user_code.PYTHON}{name}"
 
     terms = []
     for number, given in enumerate(rewards, start=1):

@@ -8,11 +8,9 @@ from typing import Any
 
 from tpu_rl.data.stored_rows import Given
 from tpu_rl.errors import InputError
+from tpu_rl.user_code import PYTHON, Passed
 
-PYTHON = "python:"
-"""The beginning of such a name; the rest is the name of the argument that has the rows."""
-
-_ROWS: dict[str, Any] = {}
+ROWS = Passed("argument", "tpu_rl.train(..., rows=...), or name a file that has them")
 
 
 @contextmanager
@@ -29,13 +27,8 @@ def registered_for_run(rows: Mapping[str, Any]) -> Iterator[None]:
                 why=f"it is {type(given).__name__}",
                 fix="pass a list of dicts, or a dataset with a length",
             )
-    before = dict(_ROWS)
-    _ROWS.update(rows)
-    try:
+    with ROWS.for_run(rows):
         yield
-    finally:
-        _ROWS.clear()
-        _ROWS.update(before)
 
 
 def is_name(path: str) -> bool:
@@ -50,13 +43,6 @@ def source(path: str) -> Given:
     dict of values that a JSON file could hold as well.
     """
     argument = path.removeprefix(PYTHON)
-    if argument not in _ROWS:
-        raise InputError(
-            "the rows of this run came from Python; pass them again",
-            where=path,
-            why="rows are not kept in the run folder",
-            fix=f"tpu_rl.train(..., {argument}=...), or name a file that has them",
-        )
-    rows = _ROWS[argument]
+    rows = ROWS.find(path)
     numbered = rows if hasattr(rows, "__getitem__") else list(rows)
     return Given(numbered, lambda number: f"row {number} of {argument}")

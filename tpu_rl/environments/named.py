@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.environments import contract
 from tpu_rl.environments.contract import Factories
 from tpu_rl.errors import InputError, did_you_mean, unknown_name
+from tpu_rl.user_code import PYTHON, Passed
 from tpu_rl.wings import ENVIRONMENTS, FAMILIES
 
-PYTHON = "python:"
-"""What the names of classes begin with that a Python program passed."""
-_PASSED: dict[str, Any] = {}
-
-
-@contextmanager
-def registered_for_run(environments: Mapping[str, Any]) -> Iterator[None]:
-    """Give classes, or dicts of classes, the names python:NAME in this context only."""
-    before = dict(_PASSED)
-    _PASSED.update(environments)
-    try:
-        yield
-    finally:
-        _PASSED.clear()
-        _PASSED.update(before)
+PASSED = Passed("environment", "make the same call of tpu_rl.train(..., environment=CLASS)")
 
 
 def passed_class(name: str) -> Any:
     """Return the class, or the dict of classes, that a Python program passed; else the name."""
-    if not name.startswith(PYTHON):
-        return name
-    key = name.removeprefix(PYTHON)
-    if key not in _PASSED:
-        raise InputError(
-            f"the environment {key} is not here",
-            where="--environment",
-            why="the run began in a Python program, which passed its class",
-            fix="make the same call of tpu_rl.train(..., environment=CLASS)",
-        )
-    return _PASSED[key]
+    return PASSED.find(name) if name.startswith(PYTHON) else name
 
 
 def load(name: str) -> Factories:

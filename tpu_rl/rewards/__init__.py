@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         require_few_faults,
         score,
     )
-    from tpu_rl.rewards.terms import PYTHON, RewardTerm, totals
+    from tpu_rl.rewards.terms import RewardTerm, totals
     from tpu_rl.rewards.verifier import (
         AnswerReaders,
         ReadAnswer,
@@ -43,5 +43,6 @@ if TYPE_CHECKING:
     )
     from tpu_rl.rewards.worker_pool import RewardLimits
     from tpu_rl.runtime.segments import Segment
+    from tpu_rl.user_code import PYTHON
 
 lazy.exports(__name__, __file__)

@@ -16,11 +16,12 @@ from tpu_rl import user_code
 from tpu_rl.errors import InputError, MachineError, did_you_mean
 from tpu_rl.rewards import terms
 from tpu_rl.rewards.scoring import DEFAULT_LIMITS, Reward
-from tpu_rl.rewards.terms import PYTHON, RewardTerm
+from tpu_rl.rewards.terms import RewardTerm
 from tpu_rl.rewards.verifier import Verifier
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
 from tpu_rl.runtime import verl_rewards
 from tpu_rl.runtime.worker_child import as_number, shorten
+from tpu_rl.user_code import PYTHON, Passed
 from tpu_rl.wings import VERIFIERS
 
 
@@ -200,7 +201,8 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
 
 # --- functions of this process ---
 
-_REGISTERED: dict[str, Callable[..., Any]] = {}
+REGISTERED = Passed("reward", "tpu_rl.rewards.register(NAME, function), or name FILE.py:function")
+registered = REGISTERED.find
 
 
 def register(name: str, function: Callable[..., Any]) -> str:
@@ -217,34 +219,24 @@ def register(name: str, function: Callable[..., Any]) -> str:
     Raises:
         InputError: if the name is no identifier, or there is nothing to call.
     """
-    if not name.isidentifier():
+    if not name.isidentifier() or not callable(function) or inspect.isclass(function):
         raise InputError(
-            f"{name!r} is not a name for a reward function",
+            "not the name of a reward, and a function",
+            where=f"register({name!r}, {shorten(function)})",
             why="names have letters, digits and underscores, and begin with no digit",
-            fix="as in register('score', score)",
+            fix="as in register('score', score), with score(prompts, completions, **columns)",
         )
-    if not callable(function) or inspect.isclass(function):
-        raise InputError(
-            f"the reward {name} is no function",
-            where=f"register({name!r}, ...)",
-            why=f"it is {shorten(function)}",
-            fix="pass a function(prompts, completions, **columns)",
-        )
-    _REGISTERED[name] = verl_rewards.adapt(function)
+    REGISTERED.by_name[name] = verl_rewards.adapt(function)
     return f"{PYTHON}{name}"
 
 
 @contextmanager
 def registered_for_run(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Register functions, name -> function, in this context only."""
-    before = dict(_REGISTERED)
-    try:
+    with REGISTERED.for_run({}):
         for name, function in functions.items():
             register(name, function)
         yield
-    finally:
-        _REGISTERED.clear()
-        _REGISTERED.update(before)
 
 
 def at_step(terms: Sequence[RewardTerm], step: int) -> tuple[RewardTerm, ...]:
@@ -276,19 +268,3 @@ def _scheduled_weight(term: RewardTerm, step: int) -> float:
             fix="return a finite number for every step from 1 to --steps",
         )
     return number
-
-
-def registered(path: str) -> Callable[..., Any]:
-    """Return the function that "python:NAME" names.
-
-    Raises InputError if nobody registered it in this process.
-    """
-    name = path.removeprefix(PYTHON)
-    if name not in _REGISTERED:
-        raise InputError(
-            f"the reward {name} was a Python function; pass it again",
-            where=path,
-            why="functions are not kept in the run folder, and this process has none of that name",
-            fix=f"tpu_rl.rewards.register({name!r}, function), or name FILE.py:function",
-        )
-    return _REGISTERED[name]

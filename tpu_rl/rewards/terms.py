@@ -22,10 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpu_rl.errors import InputError
+from tpu_rl.user_code import PYTHON
 
 EXAMPLE = 'write [WEIGHT*]NAME[?OTHER>NUMBER], as in "0.2*my.py:format?gsm8k>0.5"'
-PYTHON = "python:"
-"""The beginning of the name of a function that a Python program has registered."""
 _COMPARISON = re.compile(r"(.*)([<>])([^<>]*)", re.DOTALL)
 
 
