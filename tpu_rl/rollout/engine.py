@@ -23,14 +23,13 @@ import numpy as np
 from tpu_rl import sampler, wings
 from tpu_rl.data import Row
 from tpu_rl.rollout import image_prompts, prompts, scoring, signals
-from tpu_rl.rollout.group_selection import FirstGroups
+from tpu_rl.rollout.group_selection import FirstGroups, ended_before
 from tpu_rl.rollout.requests import Decoding as Decoding
 from tpu_rl.rollout.requests import Engine as Engine
 from tpu_rl.rollout.requests import RolloutRequest as RolloutRequest
 from tpu_rl.rollout.requests import Scorer as Scorer
 from tpu_rl.rollout.scoring import PartialGroup, Sampled
 from tpu_rl.runtime import processes
-from tpu_rl.sampler import PartialCompletion
 from tpu_rl.types import Params, Rollout
 
 
@@ -96,7 +95,7 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
             if reader is not None and table is not None:
                 rollout = image_prompts.with_own_images(rollout, pixels, reader, group_size)
             if selection is None and streaming.on_finished is not None and request.resumed:
-                streaming.on_finished(_ended_before(resumed))
+                streaming.on_finished(ended_before(resumed))
         signals.mark(decoding.purpose, "rewards", request.step)
         groups = list(range(len(request.rows)))
         unfinished: list[PartialGroup] = []
@@ -116,32 +115,17 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
             drafts=sum(drafts for drafts, _ in verified),
             tokens_of_drafts=sum(tokens for _, tokens in verified),
             unfinished=unfinished,
-            num_resumed_tokens=_num_resumed_tokens(resumed, groups, group_size),
+            num_resumed_tokens=sum(
+                len(completion.tokens)
+                for group in groups
+                for completion in resumed[group * group_size :][:group_size]
+                if completion is not None
+            ),
             streamed_rewards=streamed_rewards,
             cancel_rewards=streaming.cancel,
         )
 
     return Engine(generate, scorer, functools.partial(scorer.resume, is_truncated=is_truncated))
-
-
-def _ended_before(resumed: Sequence[PartialCompletion | None]) -> dict[int, list[int]]:
-    """Return row -> token ids of resumed rows that had ended before: the sampler reports none."""
-    return {
-        row: completion.tokens.tolist()
-        for row, completion in enumerate(resumed)
-        if completion is not None and completion.ended
-    }
-
-
-def _num_resumed_tokens(
-    resumed: Sequence[PartialCompletion | None], groups: Sequence[int], group_size: int
-) -> int:
-    completions = [
-        resumed[row]
-        for group in groups
-        for row in range(group * group_size, (group + 1) * group_size)
-    ]
-    return sum(len(completion.tokens) for completion in completions if completion is not None)
 
 
 def _unfinished(rows: list[Row], rollout: Rollout, selection: FirstGroups) -> list[PartialGroup]:

@@ -40,11 +40,7 @@ class FirstGroups:
         self._resumed_groups = {
             row // group_size for row, completion in enumerate(resumed) if completion is not None
         }
-        self._token_ids = {
-            row: completion.tokens.tolist()
-            for row, completion in enumerate(resumed)
-            if completion is not None and completion.ended
-        }
+        self._token_ids = ended_before(resumed)
 
     def on_finished(self, ended: dict[int, list[int]]) -> None:
         """Receive the token ids of rows that have ended, from the sampler."""
@@ -72,6 +68,15 @@ class FirstGroups:
             ]
             self._on_taken({row: self._token_ids[row] for row in rows})
         return len(self.groups) == self._num_groups
+
+
+def ended_before(resumed: Sequence[PartialCompletion | None]) -> dict[int, list[int]]:
+    """Return row -> token ids of resumed rows that had ended before: the sampler reports none."""
+    return {
+        row: completion.tokens.tolist()
+        for row, completion in enumerate(resumed)
+        if completion is not None and completion.ended
+    }
 
 
 def num_kept(num_groups: int, share: float) -> int:
