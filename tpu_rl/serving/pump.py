@@ -6,6 +6,7 @@ Calls come from the threads of a server. One thread, which owns the devices, dec
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -13,8 +14,9 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tpu_rl.sampler import ConversationSampler, Turn, TurnRequest
+from tpu_rl.sampler import ConversationSampler, SamplerConfig, Turn, TurnRequest
 from tpu_rl.sampler.conversation_sampler import common_prefix
+from tpu_rl.tokenizers import Tokenizer
 
 MOST_SAMPLERS = 4
 """Distributions for which caches and programs are kept."""
@@ -27,6 +29,23 @@ class Distribution(NamedTuple):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+
+
+def sampler_config(
+    distribution: Distribution, tokenizer: Tokenizer, vocab_size: int, length: int, **settings: Any
+) -> SamplerConfig:
+    """Return the settings of a sampler of conversations of up to `length` tokens.
+
+    Rows of the embedding, `vocab_size` of them, that no token has are never sampled.
+    """
+    unused = range(tokenizer.vocab_size, vocab_size)
+    return SamplerConfig(
+        max_new_tokens=length,
+        logit_bias=tuple((token_id, -math.inf) for token_id in unused),
+        pad_id=tokenizer.pad_id,
+        **distribution._asdict(),
+        **settings,
+    )
 
 
 class Closed(Exception):

@@ -8,7 +8,6 @@ with the base's weights stay those of all rows together.
 from __future__ import annotations
 
 import functools
-import math
 import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -21,7 +20,8 @@ import numpy as np
 from tpu_rl import models
 from tpu_rl.models.decoder import decoder
 from tpu_rl.rollout.prompts import stop_at
-from tpu_rl.sampler import ConversationSampler, SamplerConfig, Turn, TurnRequest
+from tpu_rl.sampler import ConversationSampler, Turn, TurnRequest
+from tpu_rl.serving.pump import Distribution, sampler_config
 from tpu_rl.serving.record import call_key
 from tpu_rl.tinker import wire
 from tpu_rl.tinker.learner import Learner
@@ -163,19 +163,12 @@ def sampler_factory(
 ) -> Callable[[Any], ConversationSampler]:
     """Return a function that makes the sampler of a `Decoding`."""
     length = learner.max_length
-    # Rows of the embedding that no token has are never sampled.
-    unused = range(tokenizer.vocab_size, learner.base.config.vocab.size)
+    vocab_size = learner.base.config.vocab.size
 
     def make(decoding: Decoding) -> ConversationSampler:
-        config = SamplerConfig(
-            max_new_tokens=length,
-            temperature=decoding.temperature,
-            top_k=decoding.top_k,
-            top_p=decoding.top_p,
-            logit_bias=tuple((token_id, -math.inf) for token_id in unused),
-            stop_ids=decoding.stop_ids,
-            pad_id=tokenizer.pad_id,
-        )
+        stop_ids = decoding.stop_ids
+        distribution = Distribution(decoding.temperature, decoding.top_k, decoding.top_p)
+        config = sampler_config(distribution, tokenizer, vocab_size, length, stop_ids=stop_ids)
         with jax.set_mesh(learner.mesh):
             return ConversationSampler(
                 models.policy(learner.model),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, NamedTuple
@@ -21,10 +20,10 @@ from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig
 from tpu_rl.ranges import In
 from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.image_prompts import ImageTable
-from tpu_rl.sampler import ConversationSampler, SamplerConfig, SegmentConfig, text_scorer
+from tpu_rl.sampler import ConversationSampler, SegmentConfig, text_scorer
 from tpu_rl.sampler.conversation_sampler import STEPS_PER_SEGMENT
 from tpu_rl.serving.app import Account, App, Limits
-from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.serving.pump import Distribution, Pump, sampler_config
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.tokenizers.images import Pixels
 from tpu_rl.types import Params
@@ -80,57 +79,30 @@ def make(
     name: str,
     default: Distribution,
     find_account: Callable[[str | None], Account | None],
-    is_open: bool = False,
-    requires_name: bool = False,
+    **settings: bool,
 ) -> App:
     """Return the application of a model that is loaded. For the arguments see `App`."""
     length = sizes.max_model_len
-    language.model.config.require_length(length, "--max-model-len")
+    model, tokenizer = language.model, language.tokenizer
+    model.config.require_length(length, "--max-model-len")
     mesh = compose.make_mesh(MeshConfig())
-    score = text_scorer(models.role(language.model, lambda tree: tree), mesh)
-    features = image_prompts.with_images(language.model)
-    images = features and ImageTable(language.tokenizer, features, MOST_IMAGES)
-    return App(
-        Pump(sampler_factory(language, params, sizes, images)),
-        language.tokenizer,
-        name,
-        Limits(length, length, language.model.config.vocab.size),
-        default,
-        find_account,
-        is_open=is_open,
-        score=functools.partial(score, params),
-        images=images,
-        has_page=True,
-        requires_name=requires_name,
-    )
+    score = text_scorer(models.role(model, lambda tree: tree), mesh)
+    features = image_prompts.with_images(model)
+    images = features and ImageTable(tokenizer, features, MOST_IMAGES)
+    vocab_size = model.config.vocab.size
 
-
-def sampler_factory(
-    language: roles.Language, params: Params, sizes: Sizes, images: ImageTable | None = None
-) -> Callable[[Distribution], ConversationSampler]:
-    """Return a function that makes the sampler of a distribution."""
-    mesh = compose.make_mesh(MeshConfig())
-    policy = models.policy(language.model)
-    tokenizer = language.tokenizer
-    length = sizes.max_model_len
-    # Rows of the embedding that no token has are never sampled.
-    unused = range(tokenizer.vocab_size, language.model.config.vocab.size)
-
-    def make(distribution: Distribution) -> ConversationSampler:
-        config = SamplerConfig(
-            max_new_tokens=length,
-            temperature=distribution.temperature,
-            top_k=distribution.top_k,
-            top_p=distribution.top_p,
-            min_p=distribution.min_p,
-            logit_bias=tuple((token_id, -math.inf) for token_id in unused),
+    def make_sampler(distribution: Distribution) -> ConversationSampler:
+        config = sampler_config(
+            distribution,
+            tokenizer,
+            vocab_size,
+            length,
             stop_ids=tokenizer.eos_ids,
-            pad_id=tokenizer.pad_id,
             segments=SegmentConfig(steps=sizes.steps),
         )
         with jax.set_mesh(mesh):
             return ConversationSampler(
-                policy,
+                models.policy(model),
                 params,
                 config,
                 num_slots=sizes.num_slots,
@@ -141,4 +113,15 @@ def sampler_factory(
                 images=images,
             )
 
-    return make
+    return App(
+        Pump(make_sampler),
+        tokenizer,
+        name,
+        Limits(length, length, vocab_size),
+        default,
+        find_account,
+        score=functools.partial(score, params),
+        images=images,
+        has_page=True,
+        **settings,
+    )
