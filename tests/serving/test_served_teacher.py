@@ -70,8 +70,8 @@ def completions():
 
 def taught(monkeypatch, **wrong):
     fake = Fake(**wrong)
-    monkeypatch.setattr(served_teacher._Teacher, "_ask", lambda self, body: fake(self, body))
-    teach = served_teacher.connect("http://127.0.0.1:1/v1", TOP, TOKENIZER)
+    monkeypatch.setattr(served_teacher.Teacher, "_ask", lambda self, body: fake(self, body))
+    teach = served_teacher.Teacher("http://127.0.0.1:1/v1", TOP, TOKENIZER)
     return teach, fake
 
 
@@ -109,7 +109,7 @@ def test_each_token_has_the_likeliest_tokens_in_its_place(monkeypatch):
 )
 def test_a_teacher_that_answers_otherwise_is_refused(monkeypatch, why, wrong):
     if why == "of 3 texts":
-        monkeypatch.setattr(served_teacher._Teacher, "test", lambda self, texts: None)
+        monkeypatch.setattr(served_teacher.Teacher, "test", lambda self, texts: None)
     teach, _ = taught(monkeypatch, **wrong)
     with pytest.raises(InputError, match=why):
         teach(completions())
@@ -117,7 +117,7 @@ def test_a_teacher_that_answers_otherwise_is_refused(monkeypatch, why, wrong):
 
 def test_a_server_that_is_not_there_is_one_message(monkeypatch):
     monkeypatch.setattr(served_teacher, "PAUSES", (0.0,))
-    teach = served_teacher.connect("http://127.0.0.1:1/v1", TOP, TOKENIZER)
+    teach = served_teacher.Teacher("http://127.0.0.1:1/v1", TOP, TOKENIZER)
     with pytest.raises(InputError, match="cannot be had"):
         teach(completions())
 

@@ -13,8 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,55 +71,45 @@ def check(algorithm: Any, temperature: float) -> None:
         )
 
 
-def connect(address: str, top: int, tokenizer: Tokenizer) -> Callable[[Completions], Completions]:
-    """Return the function that adds a teacher's log-probs to completions.
+@dataclass
+class Teacher:
+    """A teacher behind an address, which adds its log-probs to completions when it is called."""
 
-    Its first call tests the teacher on some of the completions, before anything is learned.
+    address: str
+    """That of the server, with /v1 at its end."""
+    num_top: int
+    """The number of likeliest tokens."""
+    tokenizer: Tokenizer
+    """The policy's, and the teacher's."""
+    is_tested: bool = False
 
-    Args:
-        address: that of the server, with /v1 at its end.
-        top: the number of likeliest tokens.
-        tokenizer: the policy's, and the teacher's.
+    def __call__(self, completions: Completions) -> Completions:
+        """Return completions with log-probs.
 
-    Raises:
-        InputError: by the function, if the teacher does not answer, or not as a model with this
-            tokenizer does.
-    """
-    teacher = _Teacher(address, top, tokenizer)
-    is_tested = False
-
-    def teach(completions: Completions) -> Completions:
-        nonlocal is_tested
+        The first call tests the teacher on some of them, before anything is learned. Raises
+        InputError if it does not answer, or not as a model with this tokenizer does.
+        """
         tokens = np.asarray(completions.tokens)
         mask = np.asarray(completions.action_mask)
-        shape = (*tokens.shape, top)
+        shape = (*tokens.shape, self.num_top)
         ids = np.zeros(shape, np.int32)
         log_probs = np.zeros(shape, np.float32)
         lengths = [int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0 for row in mask]
         texts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
         learned = [index for index, n in enumerate(lengths) if n]
-        if not is_tested:
-            teacher.test([texts[index] for index in learned[:PROBES]])
-            is_tested = True
-        for index, likeliest in zip(learned, teacher.top([texts[i] for i in learned]), strict=True):
+        if not self.is_tested:
+            self.test([texts[index] for index in learned[:PROBES]])
+            self.is_tested = True
+        for index, likeliest in zip(learned, self.top([texts[i] for i in learned]), strict=True):
             ids[index, 1 : lengths[index]], log_probs[index, 1 : lengths[index]] = likeliest
         return replace(completions, teacher_ids=ids, teacher_log_probs=log_probs)
-
-    return teach
-
-
-class _Teacher:
-    def __init__(self, address: str, top: int, tokenizer: Tokenizer):
-        self._address = address
-        self._top = top
-        self._tokenizer = tokenizer
 
     def top(self, texts: Sequence[list[int]]) -> list[Top]:
         """Return the likeliest tokens of each text. All processes call it together."""
         tops: list[Top] = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             some = list(texts[first : first + TEXTS_AT_ONCE])
-            body = {"prompt": some, "prompt_logprobs": self._top}
+            body = {"prompt": some, "prompt_logprobs": self.num_top}
             choices = self._choices(body)
             if len(choices) != len(some):
                 raise self._wrong(f"it answers {len(choices)} of {len(some)} texts")
@@ -141,7 +131,7 @@ class _Teacher:
         shown = choice.get("prompt_logprobs")
         if not isinstance(shown, list) or len(shown) != len(text):
             raise self._wrong("it gives no prompt_logprobs, or not one for each token")
-        top = self._top
+        top = self.num_top
         rows = []
         for place, entry in enumerate(shown[1:], start=1):
             if not isinstance(entry, dict) or str(text[place]) not in entry or len(entry) < top:
@@ -154,7 +144,7 @@ class _Teacher:
         mass = np.exp(log_probs).sum(-1)
         if not np.isfinite(log_probs).all() or mass.max(initial=0) > 1 + ROUNDING:
             raise self._wrong("its log-probs are not those of a distribution")
-        if ids.max(initial=0) >= self._tokenizer.vocab_size:
+        if ids.max(initial=0) >= self.tokenizer.vocab_size:
             raise self._wrong(f"the policy has no token {ids.max()}: give one with its tokenizer")
         return ids, log_probs.astype(np.float32)
 
@@ -164,7 +154,7 @@ class _Teacher:
         A text is encoded as here; and what follows a token changes nothing before it, so that every
         value belongs to its place.
         """
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         for text in texts:
             words = tokenizer.decode(text)
             body = {"prompt": words, "prompt_logprobs": 0, "return_token_ids": True}
@@ -189,7 +179,7 @@ class _Teacher:
 
     def _ask(self, body: dict[str, Any]) -> Any:
         """Return the value of the server's answer."""
-        url = f"{self._address.rstrip('/')}/completions"
+        url = f"{self.address.rstrip('/')}/completions"
         key = os.environ.get("TPU_RL_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         data = json.dumps({"model": "policy", **body}).encode()
@@ -211,7 +201,7 @@ class _Teacher:
     def _wrong(self, why: str) -> InputError:
         return InputError(
             "the teacher's log-probs cannot be had",
-            where=f"--algorithm.teacher {self._address}",
+            where=f"--algorithm.teacher {self.address}",
             why=why,
             fix="start the server, with a model of the policy's tokenizer and prompt_logprobs; the "
             "run goes on from its checkpoint",

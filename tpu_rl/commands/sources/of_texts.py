@@ -46,7 +46,7 @@ def make_completions(context: RunContext, stage: Stage, params: Params) -> Sourc
     )
     if spec.served is None:
         return from_roles
-    teach = wings.MODULES["served_teacher"].connect(*spec.served, context.language.tokenizer)
+    teach = wings.MODULES["served_teacher"].Teacher(*spec.served, context.language.tokenizer)
 
     def draw(step: int, state: TrainState) -> StepExperience:
         experience = from_roles.draw(step, state)
