@@ -19,7 +19,7 @@ def speaker():
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     account = Account(TOKENIZER, itertools.count(), most_idle=1)
-    app = App(Pump(Writer), TOKENIZER, "tiny", LIMITS, HOT, lambda key: account)
+    app = App(Pump(Writer), TOKENIZER, "tiny", LIMITS, HOT, {None: account})
     yield chat.Speaker("tiny", app, account, loop)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

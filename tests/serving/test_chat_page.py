@@ -21,9 +21,7 @@ class Server:
     def __init__(self, name: str, text: str):
         self.pump = Pump(lambda distribution: self.writer(distribution, text))
         account = app.Account(TOKENIZER, itertools.count(), most_idle=2)
-        application = app.App(
-            self.pump, TOKENIZER, name, LIMITS, HOT, lambda key: account, is_open=True
-        )
+        application = app.App(self.pump, TOKENIZER, name, LIMITS, HOT, {None: account})
         application.has_page = True
         self.server = server.Server(routes.application(application), server.bind("127.0.0.1", 0))
         self.server.start()

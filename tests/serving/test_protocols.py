@@ -82,7 +82,7 @@ class Running:
             "tiny",
             LIMITS,
             HOT,
-            lambda key: self.account if key == "key" else None,
+            {"key": self.account},
             score=lambda texts, top: [
                 Scores(s.log_probs, s.top_ids[:, :top], s.top_log_probs[:, :top]) for s in scores
             ],

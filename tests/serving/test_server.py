@@ -32,15 +32,15 @@ class Running:
     def __init__(self):
         self.pump = Pump(Writer)
         self.numbers = itertools.count()
+        self.accounts = {}
         self.begin()
-        accounts = {"episode": lambda: self.account}
         self.app = app.App(
             self.pump,
             TOKENIZER,
             "tiny",
             LIMITS,
             HOT,
-            lambda key: accounts.get(key, lambda: None)(),
+            self.accounts,
         )
         self.server = server.Server(routes.application(self.app), server.bind("127.0.0.1", 0))
         self.server.start()
@@ -56,6 +56,7 @@ class Running:
             first_prompt=TOKENIZER.render([{"role": "user", "content": "hello"}]),
             most_calls=most_calls,
         )
+        self.accounts["episode"] = self.account
         Writer.keys.clear()
         return self.account
 

@@ -124,10 +124,10 @@ class Running:
         )
         self.own = self.service.users[people[0].name]
         asgi = app.application(
-            [
-                app.TinkerApp(own, TOKENIZER, ("tiny",), "tiny")
+            {
+                own.user.key: app.TinkerApp(own, TOKENIZER, ("tiny",), "tiny")
                 for own in self.service.users.values()
-            ]
+            }
         )
         self.server = server.Server(asgi, server.bind("127.0.0.1", 0))
         self.server.start()

@@ -123,7 +123,7 @@ class _Service(NamedTuple):
 
     app: App
     server: Server
-    accounts: dict[str, EpisodeAccount]
+    accounts: dict[str | None, EpisodeAccount]
     """API key -> episode."""
 
 
@@ -452,14 +452,14 @@ class _AgentEngine:
 
         no_pump: Any = None
         # The server's thread lives on, and must not keep the engine with its weights.
-        accounts: dict[str, EpisodeAccount] = {}
+        accounts: dict[str | None, EpisodeAccount] = {}
         app = App(
             no_pump,
             self._scorer.tokenizer,
             "policy",
             self._limits,
             self._distribution,
-            lambda key: accounts.get(key or ""),
+            accounts,
         )
         server = Server(routes.application(app), bind(LOOPBACK, 0))
         server.start()

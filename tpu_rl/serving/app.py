@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -263,11 +263,8 @@ class App:
     """The name of the model."""
     limits: Limits
     default: Distribution
-    find_account: Callable[[str | None], Account | None]
-    """API key, or None without one -> account; None if the key is wrong."""
-    is_open: bool = False
-    """True if no key is needed. Then only requests to a loopback name are answered, so that no page
-    in a browser reaches the server by a name of its own."""
+    accounts: Mapping[str | None, Account]
+    """API key -> account. With the key None, no key is needed; see `http.application`."""
     score: Score | None = None
     """Computes log-probs of texts, in the thread that owns the devices."""
     images: ImageTable | None = None

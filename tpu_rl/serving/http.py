@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import inspect
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -64,20 +65,18 @@ class Endpoint(NamedTuple):
 
 def application(
     endpoints: Sequence[Endpoint],
-    find_account: Callable[[str | None], Any],
+    accounts: Mapping[str | None, Any],
     rest: Endpoint,
-    *,
-    is_open: bool,
     error_body: Callable[[str], ErrorBody] = lambda path: ApiError.as_body,
     middleware: Sequence[Middleware] = (),
 ) -> Starlette:
     """Return the ASGI application of a table of endpoints.
 
     Args:
-        find_account: API key, or None without one -> account; None or False if the key is wrong.
+        accounts: API key -> account; it may change. With the key None, no key is needed, and only
+            requests to a loopback name are answered, so that no page in a browser reaches the
+            server by a name of its own.
         rest: answers the requests that no endpoint matches, whatever their methods and paths.
-        is_open: no key is needed. Then only requests to a loopback name are answered, so that no
-            page in a browser reaches the server by a name of its own.
         error_body: path -> the form of its errors.
         middleware: of starlette.
     """
@@ -92,13 +91,9 @@ def application(
                 # closes reads no answer.
                 has_body = request.method in ("POST", "PUT")
                 body = await bodies.read(request) if has_body else b""
-                _require_loopback_name(request, is_open)
+                _require_loopback_name(request, None in accounts)
                 if endpoint.needs_key:
-                    request.state.account = find_account(api_key(request))
-                    if not request.state.account:
-                        raise ApiError(
-                            401, "the API key is missing or wrong", code="invalid_api_key"
-                        )
+                    request.state.account = _account(accounts, api_key(request))
                 content = endpoint.answer(request, _value(endpoint, request, body))
                 if inspect.isawaitable(content):
                     content = await content
@@ -188,6 +183,21 @@ def _require_loopback_name(request: Request, is_open: bool) -> None:
     host = re.sub(r":\d+$", "", request.headers.get("host", ""))
     if is_open and host not in LOOPBACK_NAMES:
         raise ApiError(403, "a server without a key answers requests to a loopback name only")
+
+
+def _account(accounts: Mapping[str | None, Any], sent: str | None) -> Any:
+    """Return the account of a key. The time does not tell how much of a key is right.
+
+    Raises ApiError if the key is wrong.
+    """
+    if None in accounts:
+        return accounts[None]
+    encoded = (sent or "").encode()
+    known = [((key or "").encode(), account) for key, account in list(accounts.items())]
+    right = [account for key, account in known if hmac.compare_digest(encoded, key)]
+    if right:
+        return right[0]
+    raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 def api_key(request: Request) -> str | None:

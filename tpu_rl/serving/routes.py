@@ -78,9 +78,8 @@ def application(app: App) -> Starlette:
     )
     return http.application(
         endpoints,
-        lambda key: app.find_account(key),
+        app.accounts,
         Endpoint("", "", refuse, needs_key=False, is_json=False),
-        is_open=app.is_open,
         error_body=lambda path: (
             messages.error_body if path.startswith(MESSAGES) else ApiError.as_body
         ),

@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 import datetime
 import functools
-import hmac
 import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,21 +73,8 @@ MOST_ABOUT = 2**14
 MOST = float(np.finfo(np.float32).max)
 
 
-def application(apps: Sequence[TinkerApp], *, is_open: bool = False) -> Starlette:
-    """Return the ASGI application.
-
-    Args:
-        apps: what answers each user.
-        is_open: no key is needed; see `http.application`. There is one user.
-    """
-
-    def find(key: str | None) -> TinkerApp | None:
-        """Return the app of a key. The time does not tell how much of it is right."""
-        encoded = (key or "").encode()
-        keys = [app.own.user.key.encode() for app in apps]
-        equal = [is_open or hmac.compare_digest(encoded, own) for own in keys]
-        return next((app for app, is_right in zip(apps, equal, strict=True) if is_right), None)
-
+def application(apps: Mapping[str | None, TinkerApp]) -> Starlette:
+    """Return the ASGI application; `apps` are the accounts of `http.application`."""
     root = "/api/v1"
     return http.application(
         [
@@ -100,9 +86,8 @@ def application(apps: Sequence[TinkerApp], *, is_open: bool = False) -> Starlett
                 for path, answer in paths.items()
             ),
         ],
-        find,
+        apps,
         Endpoint("", "", _refuse, is_json=False),
-        is_open=is_open,
     )
 
 

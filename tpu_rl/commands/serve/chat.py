@@ -169,7 +169,7 @@ def speaker(name: str, flags: Flags) -> Iterator[Speaker]:
         params,
         Path(name).name,
         Distribution(flags.temperature),
-        lambda key: account,
+        {None: account},
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="chat", daemon=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, NamedTuple
 
@@ -78,7 +78,7 @@ def make(
     params: Params,
     name: str,
     default: Distribution,
-    find_account: Callable[[str | None], Account | None],
+    accounts: Mapping[str | None, Account],
     **settings: bool,
 ) -> App:
     """Return the application of a model that is loaded. For the arguments see `App`."""
@@ -119,7 +119,7 @@ def make(
         name,
         Limits(length, length, vocab_size),
         default,
-        find_account,
+        accounts,
         score=functools.partial(score, params),
         images=images,
         has_page=True,

@@ -16,7 +16,6 @@ the model, and sample from them, run elsewhere.
 from __future__ import annotations
 
 import functools
-import hmac
 import itertools
 import os
 import signal
@@ -134,12 +133,6 @@ def api_key(flags: Flags) -> str | None:
     return flags.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
-def key_check(flags: Flags) -> Callable[[str | None], bool]:
-    """Return a function that says whether a key, or None without one, is right."""
-    key = api_key(flags)
-    return lambda text: key is None or hmac.compare_digest((text or "").encode(), key.encode())
-
-
 def check(flags: Flags) -> None:
     """Check the flags.
 
@@ -170,15 +163,13 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     length = flags.max_model_len or saved_run.trained_length(flags.model, config)
     numbers = itertools.count()
     account = app.Account(language.tokenizer, numbers, most_idle=2 * flags.max_num_seqs)
-    is_right = key_check(flags)
     application = model_app.make(
         model_app.Sizes(length, flags.max_num_seqs),
         language,
         params,
         flags.served_model_name or Path(flags.model).name or flags.model,
         Distribution(flags.temperature),
-        lambda key: account if is_right(key) else None,
-        is_open=api_key(flags) is None,
+        {api_key(flags): account},
         requires_name=flags.served_model_name is not None,
     )
     pump = application.pump
@@ -207,7 +198,6 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
             why="adapters are saved with the name of their base",
             fix=f"export the run, and give its folder: {typed_command('export')} {flags.model}",
         )
-    is_open = flags.api_keys is None and api_key(flags) is None
     people = [User(key=api_key(flags) or "")]
     if flags.api_keys is not None:
         people = users.read(flags.api_keys)
@@ -231,14 +221,14 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
     # The package starlette is there, as checked before.
     from tpu_rl.tinker import app as tinker_app
 
-    apps = [
-        tinker_app.TinkerApp(own, language.tokenizer, names, directory)
+    apps = {
+        own.user.key or None: tinker_app.TinkerApp(own, language.tokenizer, names, directory)
         for own in service.users.values()
-    ]
-    asgi = tinker_app.application(apps, is_open=is_open)
+    }
+    asgi = tinker_app.application(apps)
 
     def line(url: str) -> str:
-        key = "tml-local" if is_open else "KEY"
+        key = "tml-local" if None in apps else "KEY"
         return (
             f"serving {names[0]} to clients of Tinker (Ctrl-C ends it):\n"
             f"  export TINKER_BASE_URL={url.removesuffix('/v1')} TINKER_API_KEY={key}"
