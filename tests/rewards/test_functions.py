@@ -320,7 +320,7 @@ def test_truncated_is_known_at_the_end_only_where_streaming_cannot_tell(tmp_path
     file = tmp_path / "mine.py"
     file.write_text("def score(completions, truncated):\n    return truncated\n")
     function = IsolatedReward(f"{file}:score", RewardLimits())
-    arguments = ({"mine": function}, ["1"] * 2, {}, 2, slice(0, 2), TOKENIZER.decode_answer)
+    arguments = ({"mine": function}, [{"prompt": "1"}], 2, TOKENIZER.decode_answer)
     assert StreamingRewards(*arguments).on_finished is None
     streaming = StreamingRewards(*arguments, is_truncated=lambda ids: len(ids) == 2)
     assert streaming.on_finished is not None
@@ -362,9 +362,7 @@ def test_the_streamed_answer_to_a_conversation_is_a_message(tmp_path):
     )
     function = IsolatedReward(f"{file}:score", RewardLimits())
     talk = [{"role": "user", "content": "hello"}]
-    streaming = StreamingRewards(
-        {"mine": function}, [talk] * 2, {}, 2, slice(0, 2), TOKENIZER.decode_answer
-    )
+    streaming = StreamingRewards({"mine": function}, [{"prompt": talk}], 2, TOKENIZER.decode_answer)
     assert streaming.on_finished is not None
     streaming.on_finished({0: TOKENIZER.encode("5"), 1: TOKENIZER.encode("6")})
     np.testing.assert_array_equal(streaming.answers()["mine"][0], [5, 6])

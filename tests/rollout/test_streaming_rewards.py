@@ -141,9 +141,9 @@ def test_missing_column_is_an_error_before_sampling():
 def test_each_process_scores_its_own_rows(tmp_path):
     function, log = isolated_reward(tmp_path)
     functions = {"mine": function}
-    columns = {"answer": ["0"] * 8}
+    rows = [{"prompt": "1", "answer": "0"}] * (8 // GROUP_SIZE)
     streaming = StreamingRewards(
-        functions, ["1"] * 8, columns, GROUP_SIZE, slice(4, 8), TOKENIZER.decode_answer
+        functions, rows, GROUP_SIZE, TOKENIZER.decode_answer, local=slice(4, 8)
     )
     assert streaming.on_finished is not None
     streaming.on_finished({row: TOKENIZER.encode_prompt(str(row)) for row in range(8)})
@@ -152,7 +152,7 @@ def test_each_process_scores_its_own_rows(tmp_path):
     np.testing.assert_array_equal(values, [np.nan, 5, 6, 7])
     assert [fault.row for fault in faults] == [0]
     without_rows = StreamingRewards(
-        functions, ["1"] * 8, columns, GROUP_SIZE, slice(8, 8), TOKENIZER.decode_answer
+        functions, rows, GROUP_SIZE, TOKENIZER.decode_answer, local=slice(8, 8)
     )
     assert without_rows.on_finished is not None  # All processes must gather together.
     without_rows.on_finished({0: [1]})
@@ -206,7 +206,7 @@ def test_slow_judge_of_small_groups_is_not_stopped(tmp_path):
     )
     function = IsolatedReward(f"{file}:score", RewardLimits(batch_seconds=32.0, row_seconds=10.0))
     streaming = StreamingRewards(
-        {"judge": function}, ["1"] * 32, {}, 2, slice(0, 32), TOKENIZER.decode_answer
+        {"judge": function}, [{"prompt": "1"}] * 16, 2, TOKENIZER.decode_answer
     )
     assert streaming.on_finished is not None
     streaming.on_finished({row: TOKENIZER.encode_prompt("1") for row in range(2)})

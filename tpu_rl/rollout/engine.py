@@ -72,7 +72,11 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         verified: list[tuple[int, int]] = []
         signals.mark(decoding.purpose, "rollout", request.step)
         with scorer.streaming(
-            request.rows, group_size, request.first_groups, request.step, is_truncated
+            request.rows,
+            group_size,
+            max_groups=request.first_groups,
+            step=request.step,
+            is_truncated=is_truncated,
         ) as streaming:
             selection = None
             if request.first_groups is not None:

@@ -83,31 +83,13 @@ class Scorer(NamedTuple):
             self.tokenizer.decode_answer,
         )
 
-    def streaming(
-        self,
-        rows: list[Row],
-        group_size: int,
-        max_groups: int | None = None,
-        step: int = 0,
-        is_truncated: Callable[[list[int]], bool] | None = None,
-    ) -> StreamingRewards:
+    def streaming(self, rows: list[Row], group_size: int, **settings: Any) -> StreamingRewards:
         """Return what computes rewards of complete groups during sampling.
 
-        `max_groups` is the number of groups that will be asked about, if these are not all. For the
-        others see `StreamingRewards`.
+        `settings` are further fields of `StreamingRewards`.
         """
-        prompt_of, columns = scoring.repeat_rows(rows, group_size)
-        return StreamingRewards(
-            self.reward_functions,
-            prompt_of,
-            columns,
-            group_size,
-            scoring.local_rows(len(prompt_of), group_size),
-            self.tokenizer.decode_answer,
-            None if max_groups is None else max_groups * group_size,
-            step,
-            is_truncated,
-        )
+        decode = self.tokenizer.decode_answer
+        return StreamingRewards(self.reward_functions, rows, group_size, decode, **settings)
 
     def resume(
         self, sampled: Sampled, is_truncated: Callable[[list[int]], bool] | None = None

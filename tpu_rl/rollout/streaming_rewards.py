@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from tpu_rl import rewards
+from tpu_rl.data import Row
 from tpu_rl.rewards import FunctionScores, Reward
 from tpu_rl.rewards.worker_pool import IsolatedReward
+from tpu_rl.rollout import scoring
 from tpu_rl.runtime import task_threads
 
 
@@ -29,25 +31,25 @@ class StreamingRewards:
     """
 
     functions: Mapping[str, Reward]
-    prompts: Sequence[Any]
-    """[N] the prompt of each completion."""
-    columns: Mapping[str, Sequence[Any]]
-    """The other columns of the data rows, [N] each."""
+    rows: list[Row]
+    """The data row of each group."""
     group_size: int
-    local: slice
-    """The completions, in whole groups, that this process asks about."""
     decode: Callable[[Any, list[int]], str]
     """Returns the text of a completion: (its prompt, its token ids)."""
-    max_completions: int | None = None
-    """The most completions that will be asked about; by default all of `local`. A question about
-    some of them may take that share of the time that a batch may take
-    (`IsolatedReward.limited_to_share`)."""
+    max_groups: int | None = None
+    """The most groups that will be asked about; by default all of `local`. A question about some of
+    them may take that share of the time that a batch may take (`IsolatedReward.limited_to_share`).
+    """
     step: int = 0
     is_truncated: Callable[[list[int]], bool] | None = None
     """Returns True if a completion of these token ids has no end. Without it, functions that ask
     for `truncated` are called after the last row has ended."""
+    local: slice | None = None
+    """The completions, in whole groups, that this process asks about; by default its own."""
 
     def __post_init__(self):
+        self.prompts, self.columns = scoring.repeat_rows(self.rows, self.group_size)
+        self._local = self.local or scoring.local_rows(len(self.prompts), self.group_size)
         for name, function in self.functions.items():
             rewards.require_columns(name, function, self.columns, rewards.ROLLOUT_COLUMNS)
         # Environments are known when all episodes are over.
@@ -87,7 +89,7 @@ class StreamingRewards:
         return self._on_finished if self.functions else None
 
     def _on_finished(self, ended: dict[int, list[int]]) -> None:
-        local = [row for row in ended if self.local.start <= row < self.local.stop]
+        local = [row for row in ended if self._local.start <= row < self._local.stop]
         prompts = [self.prompts[row] for row in local]
         texts = [self.decode(self.prompts[row], ended[row]) for row in local]
         answers = rewards.as_answers(prompts, texts)
@@ -122,7 +124,8 @@ class StreamingRewards:
         answers_of_rows = [self._answers[row] for row in rows]
         columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
         rollout_columns = self._rollout_columns(rows)
-        most = self.max_completions or self.local.stop - self.local.start
+        of_process = self._local.stop - self._local.start
+        most = of_process if self.max_groups is None else self.max_groups * self.group_size
         answers = {}
         for name, function in self.functions.items():
             began = time.monotonic()
@@ -157,7 +160,7 @@ class StreamingRewards:
         """
         if not self._questions:
             return {}
-        rows = list(range(self.local.start, self.local.stop))
+        rows = list(range(self._local.start, self._local.stop))
         if groups is not None:
             rows = [row for group in groups for row in self._members(group)]
         index_of = {row: index for index, row in enumerate(rows)}

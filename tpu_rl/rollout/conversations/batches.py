@@ -86,7 +86,7 @@ class EpisodeBatch:
             features = decoding.policy.with_images
             self.images = ImageTable(tokenizer, features, is_shared=self.shares_images)
         self.streaming = self.scorer.streaming(
-            request.rows, self.group_size, request.first_groups, request.step
+            request.rows, self.group_size, max_groups=request.first_groups, step=request.step
         )
 
     def rounds(self, episodes: slice) -> Rounds:
