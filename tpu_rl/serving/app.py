@@ -275,11 +275,12 @@ class App:
     """True if requests for another model than `model` are refused, as by OpenAI's servers."""
 
     async def texts(
-        self, account: Account, request: TextRequest, scores_prompt: bool
+        self, account: Account, request: TextRequest
     ) -> tuple[list[Reply], list[Scores | None]]:
         """Return the completion of each prompt, and the scores that the answer needs."""
-        top = request.top
         score = self.score
+        top = request.top if request.prompt_top is None else request.prompt_top
+        scores_prompt = request.echo or request.prompt_top is not None
         needs_scores = top is not None and (scores_prompt or top > 1)
         if needs_scores and score is None:
             raise ApiError(

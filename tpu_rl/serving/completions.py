@@ -165,7 +165,7 @@ def parse_generate(body: Any) -> TextRequest:
     sampling.only("repetition_penalty", 1)
     logprobs = sampling.take("logprobs", (int, bool), lambda number: number in (0, 1))
     options = protocol.options(sampling, logprobs=logprobs is not None)
-    return TextRequest([prompt], options, top=top)
+    return TextRequest([prompt], options, prompt_top=top)
 
 
 def generated(number: int, request: TextRequest, reply: Reply, scores: Scores | None) -> Any:

@@ -20,7 +20,6 @@ import functools
 import itertools
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -123,17 +122,12 @@ class _Routes:
         if texts.options.stream:
             [prompt] = await self._app.prompts_of(texts)
             return completions.events(envelope, self._app.items(account, prompt, texts.options))
-        if texts.prompt_top is not None:
-            scored = replace(texts, top=texts.prompt_top)
-            replies, scores = await self._app.texts(account, scored, True)
-        else:
-            replies, scores = await self._app.texts(account, texts, texts.echo)
+        replies, scores = await self._app.texts(account, texts)
         return completions.answer(envelope, texts, replies, scores)
 
     async def generate(self, request: Request, body: Any) -> dict[str, Any]:
         texts = completions.parse_generate(body)
-        account = request.state.account
-        [reply], [scores] = await self._app.texts(account, texts, texts.top is not None)
+        [reply], [scores] = await self._app.texts(request.state.account, texts)
         return completions.generated(next(self._numbers), texts, reply, scores)
 
     def _envelope(self, options: Options, body: dict[str, Any]) -> Envelope:
