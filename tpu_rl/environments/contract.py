@@ -343,7 +343,7 @@ def as_text(value: Any) -> str:
     Halves of surrogate pairs, which UTF-8 cannot write, become U+FFFD. A text that is far too long
     loses its end.
     """
-    if isinstance(value, (list, tuple)) and value and all(map(_is_block, value)):
+    if isinstance(value, (list, tuple)) and value and all(map(observations.is_text_block, value)):
         value = "\n".join(str(block.get("content", block.get("text"))) for block in value)
     return without_surrogates(_cut(str(value), MAX_OBSERVATION_CHARACTERS))
 
@@ -356,10 +356,6 @@ def without_surrogates(text: str) -> str:
 def _cut(text: str, characters: int) -> str:
     """Return a text, whose end says so if some of it was left out."""
     return text if len(text) <= characters else text[:characters] + CUT
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, Mapping) and ("content" in value or value.get("type") == "text")
 
 
 def _finished(value: Any) -> Any:

@@ -61,10 +61,15 @@ def _collect(value: Any, texts: list[str], images: list[str]) -> None:
     elif is_pil(value) or (isinstance(value, Mapping) and value.get("type") in IMAGE_PARTS):
         texts.append(MARK)
         images.append(_png(_picture(value)))
-    elif isinstance(value, Mapping) and ("content" in value or value.get("type") == "text"):
+    elif is_text_block(value):
         texts.append(_plain(value.get("content", value.get("text"))))
     else:
         texts.append(_plain(value))
+
+
+def is_text_block(value: Any) -> bool:
+    """Return True for a message, or a part of one, that holds a text."""
+    return isinstance(value, Mapping) and ("content" in value or value.get("type") == "text")
 
 
 def _plain(value: Any) -> str:

@@ -284,14 +284,18 @@ def score_rows(
     return scores
 
 
-def padded(
-    ids: Sequence[Sequence[int]], batch_rows: int
-) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Yield batches of texts, the shortest first: (their numbers, ids [B, C], mask [B, C]).
+def of_texts(
+    loaded: Loaded,
+    function: Callable[[Params, Array, Array], Array],
+    ids: Sequence[Sequence[int]],
+    batch_rows: int,
+) -> np.ndarray:
+    """Return function(params, ids [B, C], mask [B, C]) -> [B, K] of texts, [N, K].
 
-    All have `batch_rows` rows, and their widths are powers of two, so that few programs are
-    compiled.
+    Texts of similar lengths are a batch. All batches have `batch_rows` rows, and their widths are
+    powers of two, so that few programs are compiled.
     """
+    results: list[Any] = [None] * len(ids)
     order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
     for start in range(0, len(order), batch_rows):
         rows = order[start : start + batch_rows]
@@ -301,7 +305,11 @@ def padded(
         for place, row in enumerate(rows):
             tokens[place, : len(ids[row])] = ids[row]
             mask[place, : len(ids[row])] = True
-        yield rows, tokens, mask
+        with jax.set_mesh(loaded.mesh):
+            batch = function(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))
+        for row, result in zip(rows, sharding.to_host(batch), strict=False):
+            results[row] = result
+    return np.array(results)
 
 
 def as_reward(model: RewardModel) -> DeclaredReward:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tpu_rl.errors import InputError
+from tpu_rl.serving import protocol
 from tpu_rl.serving.protocol import ApiError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.tool_calls import THOUGHT_ENDS, THOUGHTS, ToolCall
@@ -190,11 +191,7 @@ def as_message(
     message: Message = {"role": "assistant"} | ({"content": text} if text else {})
     message["tool_calls"] = [
         # The same text has the same ids in each run: some templates render them.
-        {
-            "id": f"call_{digest}{index}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
+        protocol.call(call.name, call.arguments, f"call_{digest}{index}")
         for index, call in enumerate(calls)
     ]
     return message

@@ -22,7 +22,6 @@ import numpy as np
 from tpu_rl.environments import text_of
 from tpu_rl.losses import masked
 from tpu_rl.rewards import reward_model, spans
-from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 from tpu_rl.verifiers import composed
 
@@ -36,7 +35,8 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
     Raises:
         InputError: if there is no model.
     """
-    _, _, mesh, model, params, tokenizer = reward_model.load_model(path)
+    loaded = reward_model.load_model(path)
+    model, tokenizer = loaded.model, loaded.tokenizer
     embed = jax.jit(lambda params, tokens, mask: embeddings(model, params, tokens, mask, pooling))
 
     def reward(
@@ -56,10 +56,9 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
         ids = [[*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in texts]
         short = [row for row in range(len(ids)) if len(ids[row]) <= reward_model.MAX_TOKENS]
         vectors = np.full((len(ids), model.config.hidden_size), np.nan, np.float32)
-        for rows, tokens, mask in reward_model.padded([ids[row] for row in short], BATCH_ROWS):
-            with jax.set_mesh(mesh):
-                batch = sharding.to_host(embed(params, jnp.asarray(tokens), jnp.asarray(mask)))
-            vectors[np.array(short)[rows]] = batch[: len(rows)]
+        if short:
+            of_short = [ids[row] for row in short]
+            vectors[short] = reward_model.of_texts(loaded, embed, of_short, BATCH_ROWS)
         return vectors
 
     return reward

@@ -19,7 +19,6 @@ from tpu_rl.errors import InputError, refused
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.reward_model import Loaded
 from tpu_rl.rewards.worker_process import RewardFailure
-from tpu_rl.train import sharding
 from tpu_rl.types import Array, Params, Purpose
 from tpu_rl.verifiers.verdicts import Choices, Judge, Share, share_of, weighed
 
@@ -139,13 +138,7 @@ def by_log_odds(loaded: Loaded, choices: Choices) -> Answer:
         return jnp.stack(verdicts, axis=1)
 
     def answer(requests: Sequence[str], ids: list[list[int]]) -> list[Share]:
-        log_probs = np.zeros((len(ids), len(choices)))
-        for rows, tokens, mask in reward_model.padded(ids, BATCH_ROWS):
-            with jax.set_mesh(loaded.mesh):
-                of_batch = sharding.to_host(
-                    log_probs_of(loaded.params, jnp.asarray(tokens), jnp.asarray(mask))
-                )
-            log_probs[rows] = of_batch[: len(rows)]
+        log_probs = reward_model.of_texts(loaded, log_probs_of, ids, BATCH_ROWS).astype(np.float64)
         say_unsure(loaded.path, float(np.exp(log_probs).sum(axis=1).mean()))
         # Scaled by the largest, so that none of small probabilities becomes 0 / 0.
         weights = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
