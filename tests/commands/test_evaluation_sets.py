@@ -142,7 +142,7 @@ def test_a_run_measures_each_set(checkpoint, tmp_path, capsys):
     assert "Held-out rows" not in (tmp_path / "plain" / "report.html").read_text()
     assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "model")]) == 0
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "### hard\n\n| | before | after | n |" in card
+    assert "### hard\n\n|  | before | after | n |" in card
     assert "| accuracy, sampled | 75.0 % (30.1 to 98.7) | 75.0 % (30.1 to 98.7) | 4 |" in card
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
-from tpu_rl.losses.shapes import FloatRS
+from tpu_rl.losses.shapes import Floats
 from tpu_rl.ranges import In, Positive
 from tpu_rl.types import Algorithm, PackedRows, Roles, Sampling
 
@@ -44,9 +44,9 @@ class CispoConfig(GroupPolicyConfig):
 
 
 def cispo_surrogate(
-    log_probs: FloatRS,
-    old_log_probs: FloatRS,
-    advantages: FloatRS,
+    log_probs: Floats,
+    old_log_probs: Floats,
+    advantages: Floats,
     rows: PackedRows,
     *,
     clip_low: float | None,
