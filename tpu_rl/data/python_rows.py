@@ -10,7 +10,7 @@ from tpu_rl.data.stored_rows import Given
 from tpu_rl.errors import InputError
 from tpu_rl.user_code import PYTHON, Passed
 
-ROWS = Passed("argument", "tpu_rl.train(..., rows=...), or name a file that has them")
+ROWS = Passed("argument", "pass it to tpu_rl.train again, or name a file that has the rows")
 
 
 @contextmanager

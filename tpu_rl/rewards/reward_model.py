@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_rl import data, models, tokenizers
+from tpu_rl import data, models, run_files, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError, refused, unknown_name
@@ -105,8 +105,9 @@ def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.Chat
     A model of another library, without the file, reads conversations if it has a chat template.
     Raises InputError if the file is not one of `write_reading`.
     """
+    has_file = (Path(directory) / FILE).is_file()
     with _stored(directory) as values:
-        default = {} if values else {"wraps_prompts": has_chat_template}
+        default = {} if has_file else {"wraps_prompts": has_chat_template}
         return tokenizers.ChatSettings(**values.get(CHAT, default))
 
 
@@ -120,7 +121,8 @@ def _stored(directory: str | Path) -> Iterator[dict[str, Any]]:
         where=str(path),
         fix="copy the file again from the run that trained the model",
     ):
-        yield dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        yield run_files.mapping(values)
 
 
 def directory_of(path: str | Path) -> Path:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_rl import ranges
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, MachineError
 from tpu_rl.ranges import NotNegative, Positive, Share
 from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.worker_process import RewardFailure
@@ -111,7 +111,7 @@ class Worker:
             self.stop()
             try:
                 self._process, _ = self._start(min(START_SECONDS, deadline - time.monotonic()))
-            except InputError as error:
+            except (InputError, MachineError) as error:
                 return RewardFailure(f"its process does not start again: {error.what}: {error.why}")
         began = time.monotonic()
         seconds = max(min(seconds, deadline - began), 0)

@@ -208,7 +208,9 @@ def _joined(values: Sequence[Any]) -> Any:
             return {name: _joined([value[name] for value in values]) for name in first}
         case Rollout():
             return jax.tree.map(lambda *parts: np.concatenate(parts), *values)
-    return sum(values)
+        case int() | float():
+            return sum(values)
+    raise TypeError(f"rounds have no sum of {type(first).__name__}")
 
 
 def _unique_ids(ids: Iterable[Any]) -> np.ndarray:

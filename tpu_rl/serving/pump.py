@@ -106,7 +106,7 @@ class Pump:
         self._decoding: dict[int, PendingTurn] = {}
         """By conversation: the turns that are being decoded, of all processes."""
         self._callers: dict[int, Caller] = {}
-        """By conversation."""
+        """Conversation -> who waits for it."""
         self._sampler_of: dict[int, ConversationSampler] = {}
         self._work: list[Work] = []
         self.idle_seconds = 0.0

@@ -76,7 +76,7 @@ class Teacher:
     """A teacher behind an address, which adds its log-probs to completions when it is called."""
 
     address: str
-    """That of the server, with /v1 at its end."""
+    """Address of the server, with /v1 at its end."""
     num_top: int
     """The number of likeliest tokens."""
     tokenizer: Tokenizer

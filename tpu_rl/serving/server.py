@@ -47,8 +47,10 @@ def bind(host: str, port: int) -> socket.socket:
     Raises InputError if the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # An IPv6 address answers clients of IPv4, too.
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise InputError(

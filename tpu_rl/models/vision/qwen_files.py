@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_rl.models.hf.checks import require_supported
+from tpu_rl.models.hf.checks import require_size, require_supported
 from tpu_rl.models.vision import towers
 from tpu_rl.models.vision.config import QwenVisionConfig
 
@@ -37,6 +37,7 @@ def read(source: Mapping[str, Any], text_size: int) -> QwenVisionConfig:
     width = fields["embed_dim"] if is_first else fields["hidden_size"]
     outputs = fields["hidden_size"] if is_first else fields["out_hidden_size"]
     mlp = width * fields["mlp_ratio"] if is_first else fields["intermediate_size"]
+    require_size("vision_config.intermediate_size", mlp, 2**22)
     window = None
     if kind == "qwen2_5_vl":
         window = fields["window_size"] // (fields["patch_size"] * fields["spatial_merge_size"])

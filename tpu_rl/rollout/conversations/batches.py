@@ -31,12 +31,12 @@ class FinishedEpisode(NamedTuple):
     prompt: Any
     """A text or messages, as the policy read it."""
     messages: list[dict[str, Any]]
-    """What followed the prompt."""
+    """Messages behind the prompt."""
     branches: list[Branch]
     counts: dict[str, int]
-    """As in `EpisodeOutcomes`."""
+    """Counts of `EpisodeOutcomes`."""
     reward: float | None
-    """Of all of it; None: not scored."""
+    """Reward of all of it; None: not scored."""
     fault: str
     turn_rewards: list[tuple[int, int, float]] = []
     """(branch, its tokens up to the turn's end, reward) of turns: parts of the reward."""

@@ -172,11 +172,18 @@ def generate(
             conversations[row].end()
         finished = _shared(
             {
-                row: conversations[row].finished(environment, episodes.by_row[row])
+                # All processes have the tokens of all rows.
+                row: conversations[row]
+                .finished(environment, episodes.by_row[row])
+                ._replace(branches=[])
                 for row in complete_rows
                 if row in episodes.logs
             }
         )
+        finished = {
+            row: episode._replace(branches=conversations[row].branches)
+            for row, episode in finished.items()
+        }
     return batch.sampled(finished, episodes.logs, length, environment.is_scored, idle_seconds)
 
 

@@ -40,7 +40,7 @@ class LoggedTurn(NamedTuple):
     policy_step: int
     """The optimizer steps that the policy had taken which sampled it."""
     call: Call = Call([], np.zeros(2, np.uint32))
-    """What an agent asked. An environment asks for nothing."""
+    """Question of an agent. An environment asks for nothing."""
 
 
 class LoggedAnswer(NamedTuple):
@@ -94,4 +94,4 @@ class EpisodeLog:
 
 
 CLASSES = (EpisodeLog, LoggedTurn, Turn, Call, LoggedAnswer, Reply, ToolResult)
-"""Those of logs in checkpoints."""
+"""Classes of logs in checkpoints."""
