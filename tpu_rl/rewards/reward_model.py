@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_rl import data, models, run_files, tokenizers
+from tpu_rl import data, models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError, refused, unknown_name
@@ -122,7 +122,9 @@ def _stored(directory: str | Path) -> Iterator[dict[str, Any]]:
         fix="copy the file again from the run that trained the model",
     ):
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        yield run_files.mapping(values)
+        if not isinstance(values, dict):
+            raise TypeError(f"it is a {type(values).__name__}")
+        yield values
 
 
 def directory_of(path: str | Path) -> Path:
