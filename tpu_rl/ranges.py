@@ -168,8 +168,8 @@ def check(settings: Any, flag: str = "--algorithm") -> None:
         interval = next((x for x in declared[field.name] if isinstance(x, In)), ANY)
         for item in value if isinstance(value, tuple) else (value,):
             if item not in choices.get(field.name, (item,)):
-                known = [str(choice) for choice in choices[field.name] if choice is not None]
-                raise unknown_name(field.name, str(item), known, _flag(flag, field.name))
+                names = [str(choice) for choice in choices[field.name] if choice is not None]
+                raise unknown_name(field.name, str(item), names, _flag(flag, field.name))
             if not isinstance(item, int | float) or item in interval:
                 continue
             finite = "" if math.isfinite(item) else "finite and "

@@ -260,8 +260,11 @@ class Completion:
     def __init__(self, sample: dict[str, Any], place: int, group: Samples, pictures: list[Picture]):
         """Read a sample, the completion number `place` of its step, with those of its group."""
         self._sample = sample
-        self.step, self.place, self.pictures = sample["step"], place, pictures
-        self.text, self.prompt = sample["completion"], sample.get("prompt", "")
+        self.step = sample["step"]
+        self.place = place
+        self.pictures = pictures
+        self.text = sample["completion"]
+        self.prompt = sample.get("prompt", "")
         self.read_prompt = sample.get("rendered") or self.prompt
         self.rejected = sample.get("rejected")
         self.reward = reward if _is_number(reward := sample.get("reward")) else None

@@ -328,7 +328,8 @@ def _learning(run: Run, histogram: list[Figure]) -> list[Figure]:
     kinds = run.evaluation_kinds()
     figures = []
     for kind in kinds[:-1]:  # Earlier stages measured something else than the last.
-        title, percent = MEASURES[kind].title, MEASURES[kind].is_share
+        title = MEASURES[kind].title
+        percent = MEASURES[kind].is_share
         metrics = {metric_of(kind): ""}
         chart = Chart(title, "Band: 95 % interval.", metrics, percent, has_band=True)
         figures += _figures(run.evaluated(kind), [chart])

@@ -84,7 +84,7 @@ class Scorer(NamedTuple):
         )
 
     def streaming(self, rows: list[Row], group_size: int, **settings: Any) -> StreamingRewards:
-        """Return what computes rewards of complete groups during sampling.
+        """Return the rewards that are computed of complete groups during sampling.
 
         `settings` are further fields of `StreamingRewards`.
         """

@@ -295,12 +295,14 @@ class _AgentEngine:
             service = self._new_service()
         app = service.app
         app.images = batch.images
-        length, prompt_length = self._limits.max_model_len, self._decoding.max_prompt_tokens
+        length = self._limits.max_model_len
+        prompt_length = self._decoding.max_prompt_tokens
         # Whatever the distribution: a run has one, and requests for others are refused.
         app.pump = pump = Pump(
             lambda _: batch.live_sampler(params, length, prompt_length, CONTEXTS_AT_ONCE), _share
         )
-        request, local = batch.request, batch.local
+        request = batch.request
+        local = batch.local
         rounds = batch.rounds(local)
         running = _Running(batch, rounds)
 

@@ -229,7 +229,7 @@ def assign_slots(
 
 
 def placement_of(data: Any) -> Placement:
-    """Return whether the groups of data are split."""
+    """Choose the placement of the groups of data."""
     if isinstance(data, Pairs | ScoredCompletions):
         return "whole"  # Losses compare the completions of a group.
     return "split" if data.images is None else "kept"  # A micro-batch encodes its groups' images.

@@ -36,7 +36,8 @@ def load(path: str, pooling: str) -> Callable[..., list[float | None]]:
         InputError: if there is no model.
     """
     loaded = reward_model.load_model(path)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
+    tokenizer = loaded.tokenizer
     embed = jax.jit(lambda params, tokens, mask: embeddings(model, params, tokens, mask, pooling))
 
     def reward(

@@ -237,7 +237,7 @@ def _check_rows(
     encode = _encoder(config, spec, tokenizer)
     curriculum = config.rollout.curriculum
     starts = curriculum.hints or any(curriculum.start)
-    found: dict[str, Counter[str]] = {kind: Counter() for kind in WARNINGS}
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in WARNINGS}
     num_without_thought = 0
     num_tokens = 0
     num_unknown = 0
@@ -273,7 +273,7 @@ def _check_rows(
             num_tokens += ids.size
             num_unknown += int((ids == tokenizer.unknown_id).sum())
             for kind, names in findings(row).items() if index < num_rendered else ():
-                found[kind].update(names)
+                counts[kind].update(names)
         if tokenizer.thought_opening:
             num_without_thought += _lacks_thought(row)
     warnings = []
@@ -288,7 +288,7 @@ def _check_rows(
         WARNINGS[kind].format(
             count=names.total(), rows=num_rendered, names=_counts(names), first=min(names)
         )
-        for kind, names in found.items()
+        for kind, names in counts.items()
         if names
     ]
     if num_without_thought:

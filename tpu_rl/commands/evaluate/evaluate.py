@@ -226,10 +226,10 @@ def main(argv: list[str]) -> int:
         return 0
     score = None if flags.kl_to is None else other_score(flags, config, language)
     for template in flags.data.templates or ("",):
-        asked = (
+        template_rows = (
             [tasks.with_template(row, (template,)) for row in problems] if template else problems
         )
-        results = answer(config, language, params, asked, scorer, flags)
+        results = answer(config, language, params, template_rows, scorer, flags)
         report(f"{flags.model}, {template}" if template else flags.model, flags, scorer, results)
         if score is not None:
             kl = model_kl.per_token(results["sampled"].rollout, score)

@@ -423,7 +423,8 @@ def _choose_sampling(
     """Choose the tensor parallelism of decoding; return the configuration, and a line about it."""
     if mesh.size == 1 and not sampler_devices:
         return config, ""
-    size, reason = config.sampling.tensor_parallel, ""
+    size = config.sampling.tensor_parallel
+    reason = ""
     if size is None:
         size, reason = _tensor_parallel(config, model, mesh, memory, sampler_devices)
         config = _with(config, size)

@@ -230,12 +230,12 @@ def write(path: Path, answers: Answers, of: str) -> None:
 
 def kept(path: Path | None, of: str, answer: Callable[[], Answers]) -> Answers:
     """Return the answers in a file, or new ones, which are then written there; None for no file."""
-    known = None if path is None else read(path, of)
-    if known is None:
-        known = answer()
+    result = None if path is None else read(path, of)
+    if result is None:
+        result = answer()
         if path is not None:
-            write(path, known, of)
-    return known
+            write(path, result, of)
+    return result
 
 
 def write_lines(path: Path, objects: Sequence[Any]) -> None:

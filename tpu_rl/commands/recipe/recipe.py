@@ -475,10 +475,12 @@ def pair_of(
     two with the most equal steps before, the first of those. A step that the length limit cuts is
     none. None if there is no such pair, or its rewards differ too little.
     """
-    rewards, cut = scored.rewards, scored.rollout.truncated
+    rewards = scored.rewards
+    cut = scored.rollout.truncated
     if not keep.step_end:
         ranked = sorted(judged, key=lambda i: (-rewards[i], i))
-        best, worst = ranked[0], ranked[-1]
+        best = ranked[0]
+        worst = ranked[-1]
         gap = float(rewards[best]) - float(rewards[worst])
         if gap <= 0 or gap < keep.gap:
             return None
@@ -496,7 +498,8 @@ def pair_of(
         is_cut = (better.ended and cut[i]) or (worse.ended and cut[j])
         differs = better != worse and rewards[i] - rewards[j] >= keep.gap
         if equal > longest and differs and not is_cut:
-            longest, pair = equal, (better, worse)
+            longest = equal
+            pair = (better, worse)
     return pair
 
 

@@ -83,7 +83,8 @@ def make(
 ) -> App:
     """Return the application of a model that is loaded. For the arguments see `App`."""
     length = sizes.max_model_len
-    model, tokenizer = language.model, language.tokenizer
+    model = language.model
+    tokenizer = language.tokenizer
     model.config.require_length(length, "--max-model-len")
     mesh = compose.make_mesh(MeshConfig())
     score = text_scorer(models.role(model, lambda tree: tree), mesh)

@@ -28,7 +28,8 @@ def make_demonstrations(context: RunContext, stage: Stage, params: Params) -> So
 
 def _encoder(context: RunContext, encode: Callable[..., Any], **settings: int) -> Any:
     """Return a function of `data` from rows to arrays with the run's tokenizer and lengths."""
-    tokenizer, max_length = context.language.tokenizer, context.max_length
+    tokenizer = context.language.tokenizer
+    max_length = context.max_length
     return partial(encode, tokenizer=tokenizer, max_length=max_length, **settings)
 
 

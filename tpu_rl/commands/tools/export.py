@@ -168,7 +168,8 @@ def write(
         )
     dtype = ADAPTER_DTYPE if flags.adapter else flags.dtype or base_dtype(config, name)
     card = model_card.write_card(config, context.run_dir, step, name, dtype, flags.adapter)
-    model, tokenizer = context.models[name], context.language.tokenizer
+    model = context.models[name]
+    tokenizer = context.language.tokenizer
     role_params = context.params_of(name)(params)
     if base is not None:
         models.save_adapters(flags.to, model, role_params, base, tokenizer, card)

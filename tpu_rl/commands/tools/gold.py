@@ -168,7 +168,7 @@ def _failures(
 
 
 def rollout_columns(completions: Sequence[tuple[int, list[int]]]) -> dict[str, list[Any]]:
-    """Return what a rollout says of completions, each (its group, its tokens)."""
+    """Return the columns of a rollout with completions, each (its group, its tokens)."""
     return {
         "completion_ids": [ids for _, ids in completions],
         "token_counts": [len(ids) for _, ids in completions],

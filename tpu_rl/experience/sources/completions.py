@@ -24,12 +24,12 @@ Demonstrate = Callable[[list[Row]], Demonstrations]
 def with_scores(scored: Scored) -> ScoredCompletions:
     """Return sampled completions with the scores of their rewards."""
     require_single_rows(scored)
-    known = np.isfinite(scored.rewards)
+    is_scored = np.isfinite(scored.rewards)
     arrays: dict[str, Any] = {
         "tokens": scored.rollout.tokens,
-        "action_mask": np.asarray(scored.rollout.action_mask) & known[:, None],
+        "action_mask": np.asarray(scored.rollout.action_mask) & is_scored[:, None],
         "group_id": scored.rollout.group_id,
-        "scores": np.where(known, scored.rewards, 0).astype(np.float32),
+        "scores": np.where(is_scored, scored.rewards, 0).astype(np.float32),
         "images": scored.rollout.images,
     }
     return ScoredCompletions(**arrays)

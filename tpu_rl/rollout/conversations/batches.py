@@ -65,7 +65,8 @@ class EpisodeBatch:
     """True if all processes call `ImageTable.share`."""
 
     def __post_init__(self):
-        decoding, request = self.decoding, self.request
+        decoding = self.decoding
+        request = self.request
         self._began = time.perf_counter()
         signals.mark(decoding.purpose, "rollout", request.step)
         self.group_size = decoding.config.samples_per_prompt
@@ -103,7 +104,8 @@ class EpisodeBatch:
         self, params: Params, length: int, prompt_length: int, contexts_at_once: int
     ) -> ConversationSampler:
         """Return the sampler of conversations of `length` tokens; see `ConversationSampler`."""
-        decoding, tokenizer = self.decoding, self.scorer.tokenizer
+        decoding = self.decoding
+        tokenizer = self.scorer.tokenizer
         config = decoding.config
         return ConversationSampler(
             decoding.policy.policy,
@@ -128,7 +130,7 @@ class EpisodeBatch:
         is_scored: bool,
         idle_seconds: float,
     ) -> Sampled:
-        """Return what the engine sampled.
+        """Return the sampled batch of the engine.
 
         Args:
             finished: the episodes of the groups that are taken, of all processes, by number.
@@ -136,7 +138,8 @@ class EpisodeBatch:
             length: columns of the rollout.
             is_scored: see `EpisodeOutcomes`, as for `idle_seconds`.
         """
-        request, tokenizer = self.request, self.scorer.tokenizer
+        request = self.request
+        tokenizer = self.scorer.tokenizer
         signals.mark(self.decoding.purpose, "rewards", request.step)
         numbers = sorted(finished)
         groups = [number // self.group_size for number in numbers[:: self.group_size]]

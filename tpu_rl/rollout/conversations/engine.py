@@ -201,7 +201,8 @@ def _converse(
     """
     idle_seconds = 0.0
     config = batch.decoding.config
-    local, images = batch.local, batch.images
+    local = batch.local
+    images = batch.images
     # Conversations that wait for their next turn, episodes that are over, and groups about which
     # reward functions were asked.
     ready = list(range(len(conversations)))
